@@ -1,0 +1,166 @@
+"""Settings as small frozen dataclasses.  Command-line flags and TOML keys are made from their fields, so the three can't disagree.
+
+A field `max_num_seqs` is the flag `--max-num-seqs` and the key `max-num-seqs`.  A room is given its own section, never the whole house.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mmserve.errors import MmserveError
+from mmserve.media import MediaLimits
+
+
+class ConfigError(MmserveError):
+    """A setting is unknown or out of range.  Seen by whoever starts the server, never by a client."""
+
+
+def option(default: Any, help: str, *, choices: tuple[str, ...] | None = None) -> Any:
+    return field(default=default, metadata={"help": help, "choices": choices})
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    model: Path | None = option(None, "model directory with a composition.toml; the bundled mmserve-tiny by default")
+    served_model_name: str | None = option(None, "name in /v1/models; the composition's own by default")
+    device: str = option("auto", "where workers run", choices=("auto", "cpu", "cuda"))
+    dtype: str = option("auto", "weights and KV cache", choices=("auto", "float32", "bfloat16", "float16"))
+    seed: int = option(0, "default sampling seed for requests that give none is drawn from this")
+    small_devices: str = option("0", "devices of the small decoder, one replica each: 2,3 or 4-7; on the CPU, how many replicas")
+    large_devices: str = option("0", "devices of the large decoder")
+    vision_devices: str = option("0", "devices of the vision encoder")
+    audio_devices: str = option("0", "devices of the audio encoder")
+    worker_threads: int = option(0, "compute threads of each worker on the CPU; 0: the cores shared out")
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    max_model_len: int | None = option(None, "tokens of prompt and answer together; the model's own limit by default")
+    max_num_seqs: int = option(128, "sequences in one step")
+    max_num_batched_tokens: int = option(1024, "tokens in one step: prefill is cut into chunks of at most this")
+    block_size: int = option(16, "tokens in a physical KV block: 16 on the CPU, 256 for flash-attn", choices=None)
+    kv_cache_memory_bytes: int = option(512 * 2**20, "KV cache on the CPU, per decoder worker")
+    gpu_memory_utilization: float = option(0.9, "share of a GPU's memory for weights, activations and KV cache")
+    enable_prefix_caching: bool = option(True, "share the KV blocks of equal prefixes")
+    max_num_queued_reqs: int = option(512, "requests waiting for a first step, beyond which new ones get 503")
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    micro_batch_window_ms: float = option(12.0, "how long the first picture of a batch waits for others")
+    max_encoder_batch: int = option(48, "pictures or audio windows in one forward pass")
+    shared_buffer_bytes: int = option(512 * 2**20, "host memory for pixels, samples and embedding rows: the cache's memory tier")
+    decode_processes: int = option(1, "processes that decode pictures and clips")
+
+
+@dataclass(frozen=True)
+class StorageConfig:
+    data_dir: Path | None = option(None, "ledger and disk cache; ~/.cache/mmserve by default")
+    embedding_disk_bytes: int = option(2 * 2**30, "disk tier of the embedding cache; 0 turns it off")
+    image_ttl_s: float = option(24 * 3600.0, "how long a picture's rows are kept")
+    audio_ttl_s: float = option(3600.0, "how long a clip's rows are kept")
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(8000, "port to listen on; 0 picks a free one")
+    api_key: str | None = option(None, "key that clients must send as a bearer token")
+    no_auth: bool = option(False, "allow listening beyond loopback without a key")
+    max_body_bytes: int = option(32 * 2**20, "largest request body")
+    body_timeout_s: float = option(30.0, "how long a request body may take to arrive")
+    keep_alive_s: float = option(10.0, "a comment line is streamed when nothing was sent for this long")
+    shutdown_timeout: float = option(30.0, "seconds that running requests get to finish after SIGTERM")
+    log_level: str = option("info", "how much is logged", choices=("debug", "info", "warning", "error"))
+
+
+@dataclass(frozen=True)
+class Config:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    encoder: EncoderConfig = field(default_factory=EncoderConfig)
+    storage: StorageConfig = field(default_factory=StorageConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    limits: MediaLimits = field(default_factory=MediaLimits)
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One setting as the command line and TOML see it."""
+
+    section: str  # field of Config
+    field: str
+    type: type
+    default: Any
+    help: str
+    choices: tuple[str, ...] | None
+
+    @property
+    def key(self) -> str:
+        return self.field.replace("_", "-")
+
+
+def flags() -> Iterator[Flag]:
+    """Every setting, in the order the sections are written."""
+    for section in dataclasses.fields(Config):
+        owner = typing.get_type_hints(Config)[section.name]
+        hints = typing.get_type_hints(owner)
+        for item in dataclasses.fields(owner):
+            yield Flag(
+                section.name, item.name, _plain(hints[item.name]), item.default, item.metadata.get("help", ""), item.metadata.get("choices")
+            )
+
+
+def from_mapping(values: Mapping[str, Any]) -> Config:
+    """A Config from `{key: value}`, keys spelt as in TOML.  Raises ConfigError naming the key."""
+    sections: dict[str, dict[str, Any]] = {}
+    known = {flag.key: flag for flag in flags()}
+    for key, value in values.items():
+        flag = known.get(key.replace("_", "-"))
+        if flag is None:
+            raise ConfigError(f"unknown setting {key}", param=key)
+        sections.setdefault(flag.section, {})[flag.field] = _convert(flag, value)
+    hints = typing.get_type_hints(Config)
+    return Config(**{section: hints[section](**fields) for section, fields in sections.items()})
+
+
+def parse_devices(text: str) -> tuple[int, ...]:
+    """`2,3` -> (2, 3); `4-7` -> (4, 5, 6, 7).  Raises ConfigError."""
+    devices: list[int] = []
+    try:
+        for part in text.split(","):
+            first, _, last = part.partition("-")
+            devices.extend(range(int(first), int(last or first) + 1))
+    except ValueError:
+        raise ConfigError(f"devices must look like 0, 2,3 or 4-7, got {text!r}") from None
+    if not devices or len(set(devices)) != len(devices):
+        raise ConfigError(f"devices must be distinct and at least one, got {text!r}")
+    return tuple(devices)
+
+
+def _convert(flag: Flag, value: Any) -> Any:
+    if value is None:
+        return flag.default
+    if flag.type is bool and not isinstance(value, bool):
+        raise ConfigError(f"{flag.key} must be true or false, got {value!r}", param=flag.key)
+    try:
+        converted = flag.type(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{flag.key} must be of type {flag.type.__name__}, got {value!r}", param=flag.key) from None
+    if flag.choices is not None and converted not in flag.choices:
+        raise ConfigError(f"{flag.key} must be one of {', '.join(flag.choices)}, got {value!r}", param=flag.key)
+    return converted
+
+
+def _plain(hint: Any) -> type:
+    """`Path | None` -> Path."""
+    if isinstance(hint, types.UnionType):
+        (hint,) = [part for part in typing.get_args(hint) if part is not type(None)]
+    assert isinstance(hint, type)
+    return hint

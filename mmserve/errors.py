@@ -1,0 +1,128 @@
+"""Every way a request can end badly.  Each error knows its HTTP status, its OpenAI `type` and its `code`.
+
+Messages are read by clients: they name the field and the numbers, never a path, an address or a traceback.
+"""
+
+from __future__ import annotations
+
+
+class MmserveError(Exception):
+    """A request failed.  `param` names the field at fault, `retry_after_s` when trying again makes sense."""
+
+    status = 500
+    type = "internal_error"
+    code = "internal_error"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+        if code is not None:
+            self.code = code
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.message, self.param, self.code, self.retry_after_s))
+
+    def body(self) -> dict[str, object]:
+        """The `{"error": ...}` object of every route."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+def _rebuild(kind: type[MmserveError], message: str, param: str | None, code: str, retry_after_s: float | None) -> MmserveError:
+    return kind(message, param=param, code=code, retry_after_s=retry_after_s)
+
+
+class BadRequest(MmserveError):
+    status = 400
+    type = code = "invalid_request_error"
+
+
+class ContextLengthExceeded(BadRequest):
+    code = "context_length_exceeded"
+
+
+class InvalidApiKey(MmserveError):
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
+
+
+class ModelNotFound(MmserveError):
+    status = 404
+    type = "invalid_request_error"
+    code = "model_not_found"
+
+
+class NotFound(MmserveError):
+    status = 404
+    type = "invalid_request_error"
+    code = "not_found"
+
+
+class RequestTimeout(MmserveError):
+    status = 408
+    type = code = "request_timeout"
+
+
+class TooLarge(MmserveError):
+    """The body, a picture, a clip, or a prompt that the KV cache could not hold even when empty."""
+
+    status = 413
+    type = "invalid_request_error"
+    code = "too_large"
+
+
+class UnsupportedMedia(MmserveError):
+    status = 415
+    type = "invalid_request_error"
+    code = "unsupported_media_type"
+
+
+class UndecodableMedia(MmserveError):
+    status = 422
+    type = "invalid_request_error"
+    code = "undecodable_media"
+
+
+class RateLimited(MmserveError):
+    status = 429
+    type = code = "rate_limit_exceeded"
+
+
+class Overloaded(MmserveError):
+    """The server can't take this now; `Retry-After` says when to come back."""
+
+    status = 503
+    type = code = "overloaded"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, retry_after_s: float | None = 1.0) -> None:
+        super().__init__(message, param=param, code=code, retry_after_s=retry_after_s)
+
+
+class EncoderFailed(MmserveError):
+    """The encoder gave rows that must not be used (`encoder_nan`) or could not encode this item at any batch size."""
+
+    code = "encoder_failed"
+
+
+class NumericalError(MmserveError):
+    code = "numerical_error"
+
+
+class WorkerLost(MmserveError):
+    """The request was aboard more dying workers than chance explains."""
+
+    code = "worker_lost"
+
+
+class WorkerDied(Exception):
+    """A worker process is gone: its channel closed, or it was killed for making no progress.  Cured in `engine`."""
+
+
+class OutOfBlocks(Exception):
+    """The KV cache has no free block.  Cured in `scheduler`, by preemption."""
+
+
+class OutOfBuffer(Exception):
+    """The shared buffer has no room for the rows.  Cured in `encoders`, by eviction or waiting."""

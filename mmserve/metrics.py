@@ -1,0 +1,59 @@
+"""Prometheus metrics, by vLLM's names under the prefix `mmserve:`.  All label sets are closed: nothing a client says becomes a label."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.9, 1.5, 3.0, 6.0, 15.0, 30.0, 60.0, 120.0)
+_STEP = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.035, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
+_BATCH = (1, 2, 4, 8, 16, 24, 32, 48)
+_TOKENS = (16, 64, 256, 600, 1200, 2400, 4800, 9600, 19200)
+
+
+class Metrics:
+    """One registry per server, so that two engines in one process (tests) keep apart."""
+
+    def __init__(self) -> None:
+        registry = self.registry = CollectorRegistry()
+
+        def gauge(name: str, help: str, labels: tuple[str, ...] = ()) -> Gauge:
+            return Gauge(f"mmserve:{name}", help, labels, registry=registry)
+
+        def counter(name: str, help: str, labels: tuple[str, ...] = ()) -> Counter:
+            return Counter(f"mmserve:{name}", help, labels, registry=registry)
+
+        def histogram(name: str, help: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()) -> Histogram:
+            return Histogram(f"mmserve:{name}", help, labels, buckets=buckets, registry=registry)
+
+        model, mix, modality = ("model_name",), ("model_name", "modality_mix"), ("modality",)
+        self.num_requests_running = gauge("num_requests_running", "Sequences in the running set", model)
+        self.num_requests_waiting = gauge("num_requests_waiting", "Sequences waiting for a first step or for media", model)
+        self.kv_cache_usage_perc = gauge("kv_cache_usage_perc", "Share of KV blocks that are held, 0 to 1", model)
+        self.prefix_cache_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", model)
+        self.prefix_cache_hits = counter("prefix_cache_hits", "Prompt tokens found there", model)
+        self.mm_cache_queries = counter("mm_cache_queries", "Media windows looked up in the embedding cache", modality)
+        self.mm_cache_hits = counter("mm_cache_hits", "Media windows found there, by tier", ("modality", "tier"))
+        self.single_flight_joins = counter("single_flight_joins", "Media windows that joined an encode under way", modality)
+        self.time_to_first_token_seconds = histogram("time_to_first_token_seconds", "Arrival to first token", _SECONDS, mix)
+        self.inter_token_latency_seconds = histogram("inter_token_latency_seconds", "Between tokens of a stream", _STEP, model)
+        self.e2e_request_latency_seconds = histogram("e2e_request_latency_seconds", "Arrival to last token", _SECONDS, mix)
+        self.request_queue_time_seconds = histogram("request_queue_time_seconds", "Arrival to first step", _SECONDS, model)
+        self.request_prefill_time_seconds = histogram("request_prefill_time_seconds", "First step to first token", _SECONDS, model)
+        self.prompt_tokens = counter("prompt_tokens", "Fused prompt tokens", model)
+        self.generation_tokens = counter("generation_tokens", "Tokens generated", model)
+        self.num_preemptions = counter("num_preemptions", "Sequences preempted for memory", model)
+        self.request_success = counter("request_success", "Requests that ended", ("model_name", "finished_reason"))
+        self.fused_tokens = histogram("fused_tokens", "Prompt length after fusion", _TOKENS, mix)
+        self.encoder_items_per_batch = histogram("encoder_items_per_batch", "Windows in one encoder forward", _BATCH, modality)
+        self.encoder_forward_seconds = histogram("encoder_forward_seconds", "One encoder forward", _STEP, modality)
+        self.encoder_queue_wait_seconds = histogram("encoder_queue_wait_seconds", "Decoded to forward", _STEP, modality)
+        self.admission_rejections = counter("admission_rejections", "Requests refused at the door", ("reason",))
+        self.worker_restarts = counter("worker_restarts", "Worker processes started again", ("role",))
+        self.stream_recoveries = counter("stream_recoveries", "Sequences carried over a dead worker", model)
+        self.cache_corrupt = counter("cache_corrupt", "Disk cache entries that failed their integrity check")
+        self.event_loop_lag_seconds = histogram("event_loop_lag_seconds", "How late a timer of the main loop fires", _STEP)
+        self.gpu_seconds = counter("gpu_seconds", "Compute seconds by stage", ("stage",))
+
+    def render(self) -> bytes:
+        """The text of `/metrics`."""
+        return generate_latest(self.registry)

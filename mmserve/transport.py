@@ -1,0 +1,75 @@
+"""Length-prefixed messages over a socket pair: asyncio on the main side, blocking in the worker.
+
+Pickle is safe here and only here: both ends are our own processes and the socket has no name.  A closed socket is a dead peer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import socket
+import struct
+from typing import Any
+
+from mmserve.errors import WorkerDied
+
+_LENGTH = struct.Struct("<Q")
+
+
+class Channel:
+    """Main's end.  One task receives; sends are whole messages and never block the loop."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def open(cls, end: socket.socket) -> Channel:
+        reader, writer = await asyncio.open_connection(sock=end)
+        return cls(reader, writer)
+
+    async def send(self, message: object) -> None:
+        """Raises WorkerDied if the peer is gone."""
+        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        try:
+            self._writer.write(_LENGTH.pack(len(data)) + data)
+            await self._writer.drain()
+        except OSError as error:
+            raise WorkerDied("channel closed while sending") from error
+
+    async def receive(self) -> Any:
+        """The next message.  Raises WorkerDied when the peer closed its end."""
+        try:
+            (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+            return pickle.loads(await self._reader.readexactly(length))
+        except (OSError, asyncio.IncompleteReadError) as error:
+            raise WorkerDied("channel closed") from error
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WorkerChannel:
+    """The worker's end: plain blocking calls.  EOFError means main is gone, and so should the worker be."""
+
+    def __init__(self, end: socket.socket) -> None:
+        end.setblocking(True)
+        self._socket = end
+
+    def send(self, message: object) -> None:
+        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        self._socket.sendall(_LENGTH.pack(len(data)) + data)
+
+    def receive(self) -> Any:
+        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
+        return pickle.loads(self._read(length))
+
+    def _read(self, count: int) -> bytearray:
+        data = bytearray(count)
+        view = memoryview(data)
+        while view:
+            received = self._socket.recv_into(view)
+            if received == 0:
+                raise EOFError("main closed the channel")
+            view = view[received:]
+        return data
