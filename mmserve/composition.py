@@ -55,14 +55,18 @@ class EncoderSpec:
     directory: Path
     format: str
     projectors: Mapping[str, Path]  # decoder name -> safetensors file
+    placeholder: str  # what the chat template writes where an item stands
+    around: tuple[str, str]  # what is left of it before and after the rows
 
     @cached_property
-    def _weights(self) -> bytes:
-        return _digest_files([self.directory / "config.json", *sorted(self.directory.glob("*.safetensors"))])
+    def _versions(self) -> Mapping[str, bytes]:
+        tower = _digest_files([self.directory / "config.json", *sorted(self.directory.glob("*.safetensors"))])
+        rule = repr(self.rule).encode() + PREPROCESSING
+        return {name: hashlib.sha256(tower + _digest_files([path]) + rule).digest() for name, path in self.projectors.items()}
 
     def version(self, decoder: str) -> bytes:
         """32 bytes that change when the tower, this decoder's projector or the preprocessing does."""
-        return hashlib.sha256(self._weights + _digest_files([self.projectors[decoder]]) + repr(self.rule).encode() + PREPROCESSING).digest()
+        return self._versions[decoder]
 
     @property
     def rule(self) -> tuple[object, ...]:
@@ -178,7 +182,13 @@ def load_composition(directory: Path = BUNDLED) -> Composition:
 
 def _encoder_fields(directory: Path, section: Mapping[str, Any]) -> dict[str, Any]:
     projectors = {name: directory / path for name, path in section["projectors"].items()}
-    return {"directory": directory / section["encoder"], "format": section["format"], "projectors": projectors}
+    return {
+        "directory": directory / section["encoder"],
+        "format": section["format"],
+        "projectors": projectors,
+        "placeholder": section["placeholder"],
+        "around": tuple(section["around"]),
+    }
 
 
 def _digest_files(paths: list[Path]) -> bytes:

@@ -48,6 +48,14 @@ class InvalidApiKey(MmserveError):
     code = "invalid_api_key"
 
 
+class Forbidden(MmserveError):
+    """Not from there: a foreign `Host`, or a page of another site."""
+
+    status = 403
+    type = "permission_error"
+    code = "forbidden"
+
+
 class ModelNotFound(MmserveError):
     status = 404
     type = "invalid_request_error"

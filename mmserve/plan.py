@@ -41,6 +41,7 @@ class RowSampling:
 class MediaSlice:
     """Rows [row_start, row_start + num_rows) of a window's embedding go to tokens [token_start, ...) of the plan."""
 
+    key: bytes  # of the window; main pins its rows while the step is in flight
     rows: BufferSlice  # [num_rows of the window, H] in the shared buffer
     row_start: int
     num_rows: int

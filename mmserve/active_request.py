@@ -1,0 +1,109 @@
+"""An accepted request while it runs: turns the tokens of its sequences into deltas for the door, and keeps what the end must settle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from mmserve.errors import MmserveError, NumericalError
+from mmserve.media import MediaWindow, PreparedMedia
+from mmserve.modality_router import Route
+from mmserve.plan import SampledToken
+from mmserve.request import ChatRequest, FinishReason, MediaUsage, TokenLogprob, Usage
+from mmserve.scheduler.scheduler import TokenUpdate
+from mmserve.scheduler.sequence import Sequence
+from mmserve.token_stream import Delta, Generation
+from mmserve.tokenizer import Detokenizer, StopChecker, Tokenizer
+
+
+@dataclass(slots=True)
+class Choice:
+    """One of a request's n answers.  Outlives the replicas that its sequence visits."""
+
+    index: int
+    sequence: Sequence
+    detokenizer: Detokenizer
+    stops: StopChecker
+    finished: bool = False
+
+
+@dataclass(slots=True)
+class ActiveRequest:
+    """Written by the engine only."""
+
+    request: ChatRequest
+    route: Route
+    generation: Generation
+    choices: tuple[Choice, ...]
+    media: tuple[PreparedMedia, ...]
+    windows: Mapping[bytes, tuple[PreparedMedia, MediaWindow]]
+    arrival_s: float  # monotonic
+    admitted_s: float
+    num_media_bytes: int  # of the shared buffer, held until the end
+    recorded: bool  # in ledger and metrics; readiness checks are not
+    sources: dict[bytes, str] = field(default_factory=dict)  # window key -> memory, disk, joined or encoded; absent: kv
+    pinned: list[bytes] = field(default_factory=list)
+    first_token_s: float | None = None
+    last_token_s: float = 0.0
+
+    @property
+    def generated_tokens(self) -> int:
+        return sum(len(choice.sequence.token_ids) - choice.sequence.num_prompt for choice in self.choices)
+
+    def usage(self) -> Usage:
+        """As it stands now; complete after the end."""
+        first = self.choices[0].sequence
+        return replace(
+            self.generation.usage,
+            completion_tokens=self.generated_tokens,
+            cached_tokens=first.num_cached_tokens or 0,
+            media=tuple(self._media_usage(item) for item in self.media),
+        )
+
+    def _media_usage(self, item: PreparedMedia) -> MediaUsage:
+        sources = {self.sources.get(window.key, "kv") for window in item.windows}
+        # The dearest source names the item: a clip of which one window was encoded was encoded.
+        source = next(name for name in ("encoded", "joined", "disk", "memory", "kv") if name in sources)
+        return MediaUsage(item.item.kind.value, item.content.hex(), item.num_rows, source)
+
+
+def take_token(active: ActiveRequest, choice: Choice, update: TokenUpdate, now_s: float) -> FinishReason | MmserveError | None:
+    """Push what the update says to the stream.  Returns how the choice ended, if it did."""
+    if update.error is not None:
+        return NumericalError("the model produced numbers that are not finite")
+    text, stopped = "", False
+    reason = update.finish_reason
+    if update.token is not None:
+        active.first_token_s = active.first_token_s or now_s
+        active.last_token_s = now_s
+        # The token that ends an answer is not part of its text.
+        piece = "" if reason is FinishReason.STOP else choice.detokenizer.push(update.token.token_id)
+        text, stopped = choice.stops.push(piece)
+    if stopped:
+        reason = FinishReason.STOP
+    elif reason is not None:
+        tail, stopped = choice.stops.push(choice.detokenizer.flush())
+        text += tail + ("" if stopped else choice.stops.flush())
+        reason = FinishReason.STOP if stopped else reason
+    tokens = () if update.token is None else (update.token,)
+    logprobs = tuple(_logprob(token) for token in tokens) if active.request.sampling.logprobs is not None else ()
+    token_ids = tuple(token.token_id for token in tokens)
+    if text or logprobs or token_ids or reason is not None:
+        active.generation.push(Delta(choice.index, text, token_ids, logprobs, reason))
+    choice.finished = reason is not None
+    return reason
+
+
+def new_choice(index: int, sequence: Sequence, tokenizer: Tokenizer) -> Choice:
+    tail = sequence.token_ids[-4:].tolist()
+    return Choice(index, sequence, tokenizer.detokenizer(tail), StopChecker(sequence.sampling.stop))
+
+
+def record_timings(active: ActiveRequest, now_s: float) -> dict[str, float]:
+    """Seconds by stage, for `Server-Timing` and `explain`."""
+    first = active.first_token_s or now_s
+    return {"prepare": active.admitted_s - active.arrival_s, "first_token": first - active.arrival_s, "total": now_s - active.arrival_s}
+
+
+def _logprob(token: SampledToken) -> TokenLogprob:
+    return TokenLogprob(token.token_id, token.logprob if token.logprob is not None else 0.0, token.top)

@@ -1,0 +1,59 @@
+"""Start a process of ours: spawned, bound to its parent's life, talking over a socket pair.
+
+The child runs `module:function(end, *args)`.  It never re-imports the parent's `__main__`, so a script that embeds the engine needs no
+`if __name__ == "__main__"` guard, and it dies with its parent whatever kills that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
+
+_PR_SET_PDEATHSIG = 1
+
+
+def start_child(target: str, args: tuple[object, ...], name: str) -> tuple[BaseProcess, socket.socket]:
+    """Spawn `module:function` and return the process and our end of its channel.
+
+    Call it from a thread that outlives the child: the kernel ties the parent-death signal to the thread that forked.
+    """
+    ours, theirs = socket.socketpair()
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=_enter, args=(os.getpid(), target, theirs, args), name=name, daemon=True)
+    try:
+        with _hidden_main():
+            process.start()
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+    return process, ours
+
+
+def _enter(parent_pid: int, target: str, end: socket.socket, args: tuple[object, ...]) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # the parent died before the line above
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is main's to handle
+    module, _, function = target.partition(":")
+    getattr(importlib.import_module(module), function)(end, *args)
+
+
+@contextlib.contextmanager
+def _hidden_main() -> Iterator[None]:
+    """multiprocessing looks at `__main__` to import it again in the child: show it one without a file."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = type(sys)("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main

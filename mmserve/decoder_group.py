@@ -1,0 +1,132 @@
+"""All replicas of one decoder: places sequences, holds them while no worker lives, carries them over a death."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from mmserve.errors import MmserveError, Overloaded, WorkerLost
+from mmserve.media import MediaSpan
+from mmserve.metrics import Metrics
+from mmserve.plan import DecoderReady, DecoderWorkerSpec
+from mmserve.replica import Replica, Rows
+from mmserve.scheduler.admission import Admission
+from mmserve.scheduler.placement import place
+from mmserve.scheduler.scheduler import SchedulerLimits, TokenUpdate
+from mmserve.scheduler.sequence import Sequence
+from mmserve.shared_buffer import SharedMemory
+from mmserve.supervisor import Supervisor, Worker
+
+log = logging.getLogger(__name__)
+
+MAX_WORKER_DEATHS = 3  # aboard this many dying workers, a sequence is more likely the cause than the victim
+
+
+class DecoderGroup:
+    """Sequences go in by `add` and come out only by finishing, `abort`, or `lost`."""
+
+    def __init__(
+        self,
+        specs: tuple[DecoderWorkerSpec, ...],
+        memory: SharedMemory,
+        limits: SchedulerLimits,
+        rows: Rows,
+        metrics: Metrics,
+        *,
+        max_num_queued: int,
+        enable_prefix_caching: bool,
+        deliver: Callable[[list[TokenUpdate]], None],
+        want: Callable[[Sequence, MediaSpan], None],
+        lost: Callable[[Sequence, MmserveError], None],
+        on_restart: Callable[[str], None],
+    ) -> None:
+        self.name = specs[0].name
+        self._limits = limits
+        self._rows = rows
+        self._metrics = metrics
+        self._max_num_queued = max_num_queued
+        self._enable_prefix_caching = enable_prefix_caching
+        self._deliver = deliver
+        self._want = want
+        self._lost = lost
+        self._replicas: list[Replica] = []
+        self._held: dict[int, Sequence] = {}  # sequences that wait for a worker to live
+        self._home: dict[int, Replica] = {}  # seq_id -> where it was placed last
+        self._admission: Admission | None = None  # known once the first worker said how much it holds
+        target = "mmserve.worker.main:run_decoder"
+        self.supervisors = [
+            Supervisor(f"{self.name}-decoder-{i}", target, (spec, memory), self._serve, on_restart=on_restart)
+            for i, spec in enumerate(specs)
+        ]
+
+    @property
+    def alive(self) -> bool:
+        return bool(self._replicas)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(supervisor.close() for supervisor in self.supervisors))
+
+    def check(self, num_prompt: int, max_tokens: int | None, num_sequences: int) -> int:
+        """Most tokens, prompt and answer, that each sequence may reach.  Raises the error of whatever limit it would break."""
+        if self._admission is None or (not self._replicas and all(supervisor.broken for supervisor in self.supervisors)):
+            raise Overloaded(f"the {self.name} decoder is starting again", retry_after_s=5.0)
+        num_queued = len(self._held) + sum(replica.scheduler.num_waiting for replica in self._replicas)
+        return self._admission.check(num_prompt, max_tokens, num_sequences, num_queued)
+
+    def add(self, sequence: Sequence) -> None:
+        if not self._replicas:
+            self._held[sequence.seq_id] = sequence
+            return
+        replica = self._replicas[place([candidate(replica, sequence) for replica in self._replicas])]
+        self._home[sequence.seq_id] = replica
+        replica.add(sequence)
+
+    def abort(self, seq_id: int) -> None:
+        """Idempotent: whoever ends a sequence says so, whether it is held, running or gone."""
+        self._held.pop(seq_id, None)
+        replica = self._home.pop(seq_id, None)
+        if replica is not None:
+            replica.abort(seq_id)
+
+    def wake(self, seq_id: int) -> None:
+        """Rows that this sequence waits for have landed."""
+        if seq_id in self._home:
+            self._home[seq_id].wake()
+
+    async def _serve(self, worker: Worker, ready: DecoderReady) -> None:
+        """One worker's life, start to WorkerDied."""
+        limits = self._limits
+        if self._admission is None:
+            self._admission = Admission(limits.max_model_len, ready.num_blocks, ready.block_size, self._max_num_queued)
+        replica = Replica(
+            self.name,
+            worker,
+            ready,
+            limits,
+            self._rows,
+            self._metrics,
+            enable_prefix_caching=self._enable_prefix_caching,
+            deliver=self._deliver,
+            want=self._want,
+        )
+        self._replicas.append(replica)
+        held, self._held = self._held, {}
+        for sequence in held.values():
+            self.add(sequence)
+        try:
+            await replica.run()
+        finally:
+            self._replicas.remove(replica)
+            self._evacuate(replica, worker)
+
+    def _evacuate(self, replica: Replica, worker: Worker) -> None:
+        sequences = replica.scheduler.evacuate()
+        log.warning("worker=%s pid=%d evacuated=%d", self.name, worker.pid, len(sequences))
+        for sequence in sequences:
+            self._home.pop(sequence.seq_id, None)
+            if sequence.num_worker_deaths >= MAX_WORKER_DEATHS:
+                self._lost(sequence, WorkerLost(f"{sequence.num_worker_deaths} workers ended with this request aboard"))
+                continue
+            self._metrics.stream_recoveries.labels(self.name).inc()
+            self.add(sequence)

@@ -1,0 +1,411 @@
+"""The engine: owns every sequence, the media on their way, and the workers; outlives all of the latter.
+
+The gateway uses `AsyncEngine` and nothing else; `mmserve.sync_engine.Engine` is the same for plain Python.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import random
+import time
+import uuid
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Self
+
+from mmserve.active_request import ActiveRequest, new_choice, record_timings, take_token
+from mmserve.composition import BUNDLED, load_composition
+from mmserve.config import Config, ConfigError
+from mmserve.decoder_group import DecoderGroup
+from mmserve.errors import MmserveError, Overloaded
+from mmserve.ledger import Ledger, RequestRow
+from mmserve.media import MediaKind, MediaLimits, MediaSpan, PreparedMedia
+from mmserve.media_service import MediaService, device_names
+from mmserve.metrics import Metrics
+from mmserve.modality_router import Route, route
+from mmserve.model_router import ModelChoice, choose_model
+from mmserve.plan import DecoderWorkerSpec
+from mmserve.readiness import proof_requests
+from mmserve.request import ChatRequest, FinishReason, Usage
+from mmserve.scheduler.scheduler import SchedulerLimits, TokenUpdate
+from mmserve.scheduler.sequence import Sequence
+from mmserve.shared_buffer import SharedBuffer
+from mmserve.token_fuser import FusedPrompt, fuse
+from mmserve.token_stream import Generation
+from mmserve.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+LONG_TEXT = 20_000  # characters; tokenizing more than this leaves the event loop
+LAG_INTERVAL_S = 0.05
+
+
+class AsyncEngine:
+    """Start it, submit requests, close it; an async context manager does the first and the last."""
+
+    def __init__(self, config: Config | None = None, *, metrics: Metrics | None = None) -> None:
+        self.config = config or Config()
+        self.metrics = metrics or Metrics()
+        self.composition = load_composition(self.config.model.model or BUNDLED)
+        self.limits: MediaLimits = self.config.limits
+        lengths = [decoder.max_model_len for decoder in self.composition.decoders.values()]
+        self.max_model_len = min([*lengths, self.config.scheduler.max_model_len or max(lengths)])
+        self.tokenizer = Tokenizer(self.composition)
+        self.data_dir = self.config.storage.data_dir or Path.home() / ".cache" / "mmserve"
+        self._seeds = random.Random(self.config.model.seed)
+        self._seq_ids = itertools.count(1)
+        self._active: dict[str, ActiveRequest] = {}  # by the server's own request id
+        self._active_of: dict[int, ActiveRequest] = {}  # by seq_id
+        self._fetches: dict[tuple[str, bytes], asyncio.Task[None]] = {}  # (request id, window key)
+        self._num_preparing = 0
+        self._proven: frozenset[str] = frozenset()
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        """Start the workers and send a real token, image and clip through them.  Raises WorkerFailedToStart."""
+        model, encoder = self.config.model, self.config.encoder
+        device = _device(model.device)
+        dtype = model.dtype if model.dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
+        num_threads = model.worker_threads or max(1, (os.cpu_count() or 1) // 2)
+        async with AsyncExitStack() as stack:
+            self.ledger = Ledger(self.data_dir / "ledger.db")
+            stack.callback(self.ledger.close)
+            buffer = SharedBuffer(encoder.shared_buffer_bytes)
+            stack.callback(buffer.memory.close)
+            self._media = MediaService(
+                self.config,
+                self.composition,
+                buffer,
+                self.metrics,
+                cache_dir=self.data_dir / "embeddings",
+                rows_dtype=dtype,
+                on_restart=self._count_restart,
+                on_cache_event=self.ledger.record_cache_event,
+            )
+            devices = {
+                MediaKind.IMAGE: device_names(model.vision_devices, device),
+                MediaKind.AUDIO: device_names(model.audio_devices, device),
+            }
+            await stack.enter_async_context(self._media.running(devices, num_threads))
+            self._groups = {}
+            for name, devices_text in (("small", model.small_devices), ("large", model.large_devices)):
+                if name in self.composition.decoders:
+                    group = self._make_group(name, device_names(devices_text, device), dtype, num_threads, buffer)
+                    self._groups[name] = group
+                    stack.push_async_callback(group.close)
+            stack.push_async_callback(self._end_everything)
+            supervisors = [*self._media.supervisors, *(s for group in self._groups.values() for s in group.supervisors)]
+            await asyncio.gather(*(supervisor.first_ready() for supervisor in supervisors))
+            lag = asyncio.create_task(self._watch_lag(), name="loop-lag")
+            stack.callback(lag.cancel)
+            await self._prove()
+            self._stack = stack.pop_all()
+
+    async def close(self) -> None:
+        """End what still runs with an error, then the workers.  Idempotent."""
+        self._draining = True
+        await self._stack.aclose()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuse new requests, let accepted ones finish; after `timeout_s` end the rest with `shutdown`."""
+        self._draining = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._active or self._num_preparing:
+                    self._idle.clear()
+                    await self._idle.wait()
+        except TimeoutError:
+            await self._end_everything()
+
+    def ready(self, route: str = "all") -> bool:
+        """Whether `text`, `image`, `audio` or `all` went through for real and has living workers now."""
+        if self._draining or not self._proven or not all(group.alive for group in self._groups.values()):
+            return False
+        kinds = {"text": (), "image": (MediaKind.IMAGE,), "audio": (MediaKind.AUDIO,), "all": tuple(self._media.pools)}[route]
+        return all(kind in self._media.pools and self._media.alive(kind) for kind in kinds)
+
+    def token_text(self, token_id: int) -> str:
+        return self.tokenizer.token_text(token_id)
+
+    async def submit(self, request: ChatRequest) -> Generation:
+        """Returns once the request is admitted: counted, within every limit, queued.  Raises MmserveError when refused."""
+        if self._draining:
+            raise Overloaded("the server is shutting down", code="shutting_down", retry_after_s=5.0)
+        if self._num_preparing >= self.config.scheduler.max_num_queued_reqs:
+            self.metrics.admission_rejections.labels("queue_full").inc()
+            raise Overloaded("too many requests are waiting")
+        self._num_preparing += 1
+        try:
+            return await self._submit(request, recorded=True)
+        except MmserveError as error:
+            self.metrics.admission_rejections.labels(error.type).inc()
+            raise
+        finally:
+            self._num_preparing -= 1
+            self._idle.set()
+
+    async def _submit(self, request: ChatRequest, *, recorded: bool) -> Generation:
+        arrival_s = time.monotonic()
+        texts = [part for message in request.messages for part in message.parts if isinstance(part, str)]
+        num_characters = sum(map(len, texts))
+        routed = route(request.media, has_text=num_characters > 0, limits=self.limits)
+        choice = choose_model(
+            request.model,
+            served_name=self.config.model.served_model_name or self.composition.name,
+            available=self._groups.keys(),
+            num_media=len(request.media),
+            num_characters=num_characters,
+        )
+        media = await self._prepare(request, choice.model)
+        if num_characters > LONG_TEXT:
+            pieces = await asyncio.to_thread(self.tokenizer.pieces, request)
+        else:
+            pieces = self.tokenizer.pieces(request)
+        fused = fuse(pieces, {id(item.item): item for item in media})
+        max_total_tokens = self._groups[choice.model].check(len(fused.token_ids), request.sampling.max_tokens, request.sampling.n)
+        num_bytes = self._media.num_bytes(media, choice.model)
+        await self._media.room.take(num_bytes)
+        active = self._activate(request, routed, choice, media, fused, max_total_tokens, num_bytes, arrival_s, recorded)
+        return active.generation
+
+    async def _prepare(self, request: ChatRequest, model: str) -> tuple[PreparedMedia, ...]:
+        salt = request.cache_salt.encode()
+        tasks = [asyncio.create_task(self._media.prepare(item, model, salt)) for item in request.media]
+        try:
+            media = tuple(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()  # the others of a request of which one was refused
+        self._media.check_pixels(media)
+        return media
+
+    def _activate(
+        self,
+        request: ChatRequest,
+        routed: Route,
+        choice: ModelChoice,
+        media: tuple[PreparedMedia, ...],
+        fused: FusedPrompt,
+        max_total_tokens: int,
+        num_bytes: int,
+        arrival_s: float,
+        recorded: bool,
+    ) -> ActiveRequest:
+        """From here on the request ends exactly once, through `_end`."""
+        sampling = request.sampling
+        seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
+        generation = Generation(
+            request_id=f"chatcmpl-{uuid.uuid4().hex}",
+            model=choice.model,
+            route_reason=choice.reason,
+            usage=Usage(
+                prompt_tokens=len(fused.token_ids),
+                text_tokens=fused.num_text_tokens,
+                image_tokens=fused.num_image_tokens,
+                audio_tokens=fused.num_audio_tokens,
+            ),
+            num_choices=sampling.n,
+        )
+        choices = tuple(
+            new_choice(
+                index,
+                Sequence(
+                    seq_id=next(self._seq_ids),
+                    token_ids=fused.token_ids[:],
+                    spans=fused.spans,
+                    sampling=sampling,
+                    seed=(seed + index) % 2**64,
+                    eos_token_ids=self.composition.decoders[choice.model].eos_token_ids,
+                    max_total_tokens=max_total_tokens,
+                    priority=request.priority,
+                    arrival_s=arrival_s,
+                    salt=request.cache_salt.encode(),
+                ),
+                self.tokenizer,
+            )
+            for index in range(sampling.n)
+        )
+        active = ActiveRequest(
+            request=request,
+            route=routed,
+            generation=generation,
+            choices=choices,
+            media=media,
+            windows={window.key: (item, window) for item in media for window in item.windows},
+            arrival_s=arrival_s,
+            admitted_s=time.monotonic(),
+            num_media_bytes=num_bytes,
+            recorded=recorded,
+        )
+        generation.on_cancel = lambda: self._cancel(active)
+        self._active[generation.request_id] = active
+        self.metrics.fused_tokens.labels(choice.model, routed.modality_mix).observe(len(fused.token_ids))
+        for each in choices:
+            self._active_of[each.sequence.seq_id] = active
+            self._groups[choice.model].add(each.sequence)
+        return active
+
+    def _deliver(self, updates: list[TokenUpdate]) -> None:
+        now_s = time.monotonic()
+        for update in updates:
+            active = self._active_of.get(update.sequence.seq_id)
+            if active is None:
+                continue  # ended while this step ran
+            choice = next(each for each in active.choices if each.sequence is update.sequence)
+            if active.last_token_s and update.token is not None:
+                self.metrics.inter_token_latency_seconds.labels(active.generation.model).observe(now_s - active.last_token_s)
+            ending = take_token(active, choice, update, now_s)
+            if isinstance(ending, MmserveError):
+                self._fail(active, ending)
+            elif ending is not None:
+                self._groups[active.generation.model].abort(update.sequence.seq_id)
+                if all(each.finished for each in active.choices):
+                    self._end(active, ending)
+
+    def _want(self, sequence: Sequence, span: MediaSpan) -> None:
+        """A sequence waits for a span's rows: get them, once for each request."""
+        active = self._active_of.get(sequence.seq_id)
+        if active is None or (active.generation.request_id, span.key) in self._fetches:
+            return
+        flight = (active.generation.request_id, span.key)
+        task = asyncio.create_task(self._fetch(active, span.key), name=f"fetch-{flight[0]}")
+        self._fetches[flight] = task
+        task.add_done_callback(lambda _: self._fetches.pop(flight, None))
+
+    async def _fetch(self, active: ActiveRequest, key: bytes) -> None:
+        item, window = active.windows[key]
+        try:
+            active.sources[key] = await self._media.fetch(item, window, active.generation.model)
+        except MmserveError as error:
+            self._fail(active, error)
+            return
+        active.pinned.append(key)
+        for choice in active.choices:
+            self._groups[active.generation.model].wake(choice.sequence.seq_id)
+
+    def _cancel(self, active: ActiveRequest) -> None:
+        self._end(active, FinishReason.CANCELLED)
+
+    def _fail(self, active: ActiveRequest, error: MmserveError) -> None:
+        if self._end(active, FinishReason.ERROR):
+            log.info("request=%s failed code=%s", active.generation.request_id, error.code)
+            active.generation.fail(error)
+
+    def _end(self, active: ActiveRequest, reason: FinishReason) -> bool:
+        """Give everything back and write the row.  Idempotent: the first reason counts.  Returns whether this was the first."""
+        generation = active.generation
+        if self._active.pop(generation.request_id, None) is None:
+            return False
+        now_s = time.monotonic()
+        generation.usage = active.usage()
+        generation.timings = record_timings(active, now_s)
+        for choice in active.choices:
+            del self._active_of[choice.sequence.seq_id]
+            self._groups[generation.model].abort(choice.sequence.seq_id)
+        for key in active.windows:
+            if task := self._fetches.pop((generation.request_id, key), None):
+                task.cancel()
+        for key in active.pinned:
+            self._media.cache.unpin(key)
+        self._media.room.give_back(active.num_media_bytes)
+        self._idle.set()
+        if active.recorded:
+            self._record(active, reason, now_s)
+        return True
+
+    def _record(self, active: ActiveRequest, reason: FinishReason, now_s: float) -> None:
+        generation, usage, metrics = active.generation, active.generation.usage, self.metrics
+        model, mix = generation.model, active.route.modality_mix
+        ttft_s = None if active.first_token_s is None else active.first_token_s - active.arrival_s
+        metrics.request_success.labels(model, reason.value).inc()
+        metrics.prompt_tokens.labels(model).inc(usage.prompt_tokens)
+        metrics.generation_tokens.labels(model).inc(usage.completion_tokens)
+        metrics.e2e_request_latency_seconds.labels(model, mix).observe(now_s - active.arrival_s)
+        if ttft_s is not None:
+            metrics.time_to_first_token_seconds.labels(model, mix).observe(ttft_s)
+        self.ledger.record_request(
+            RequestRow(
+                request_id=generation.request_id,
+                tenant_id=active.request.tenant,
+                modality_mask=active.route.modality_mask,
+                text_tokens=usage.text_tokens,
+                vision_tokens=usage.image_tokens,
+                audio_tokens=usage.audio_tokens,
+                ttft_ms=None if ttft_s is None else ttft_s * 1e3,
+                total_latency_ms=(now_s - active.arrival_s) * 1e3,
+                model_variant=model,
+                created_at=float(generation.created),
+            )
+        )
+
+    async def _prove(self) -> None:
+        """A real token, image and clip, through the real path, on every decoder: only then is the engine ready."""
+        for request in proof_requests(self.composition):
+            async for _ in await self._submit(request, recorded=False):
+                pass
+        self._proven = frozenset(self.composition.modalities)
+
+    async def _end_everything(self) -> None:
+        for active in list(self._active.values()):
+            self._fail(active, Overloaded("the server is shutting down", code="shutdown"))
+
+    async def _watch_lag(self) -> None:
+        while True:
+            due = time.monotonic() + LAG_INTERVAL_S
+            await asyncio.sleep(LAG_INTERVAL_S)
+            self.metrics.event_loop_lag_seconds.observe(max(0.0, time.monotonic() - due))
+
+    def _make_group(self, name: str, devices: tuple[str, ...], dtype: str, num_threads: int, buffer: SharedBuffer) -> DecoderGroup:
+        scheduler = self.config.scheduler
+        specs = tuple(
+            DecoderWorkerSpec(
+                name=name,
+                directory=self.composition.decoders[name].directory,
+                device=device,
+                dtype=dtype,
+                num_threads=num_threads,
+                block_size=scheduler.block_size,
+                max_model_len=self.max_model_len,
+                max_num_seqs=scheduler.max_num_seqs,
+                max_num_batched_tokens=scheduler.max_num_batched_tokens,
+                kv_cache_memory_bytes=scheduler.kv_cache_memory_bytes,
+                gpu_memory_utilization=scheduler.gpu_memory_utilization,
+            )
+            for device in devices
+        )
+        return DecoderGroup(
+            specs,
+            buffer.memory,
+            SchedulerLimits(self.max_model_len, scheduler.max_num_seqs, scheduler.max_num_batched_tokens),
+            self._media.cache,
+            self.metrics,
+            max_num_queued=scheduler.max_num_queued_reqs,
+            enable_prefix_caching=scheduler.enable_prefix_caching,
+            deliver=self._deliver,
+            want=self._want,
+            lost=lambda sequence, error: self._fail(self._active_of[sequence.seq_id], error),
+            on_restart=self._count_restart,
+        )
+
+    def _count_restart(self, role: str) -> None:
+        self.metrics.worker_restarts.labels(role).inc()
+
+
+def _device(wanted: str) -> str:
+    """cpu or cuda.  Asks the driver's own device files, since this process never loads torch."""
+    has_cuda = Path("/dev/nvidiactl").exists()
+    if wanted == "cuda" and not has_cuda:
+        raise ConfigError("device cuda was asked for, but this machine shows no NVIDIA device", param="device")
+    return ("cuda" if has_cuda else "cpu") if wanted == "auto" else wanted

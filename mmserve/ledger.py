@@ -1,0 +1,386 @@
+"""What happened, in SQLite: requests, the cache's index, quotas, feedback.  One writer thread; nobody who records ever waits for it.
+
+Rows land exactly once.  While the database is locked, full or broken they go to spool files beside it (whole files, moved into place).
+Those are taken in, in order, as soon as it can be written again; each file's name is recorded in the transaction that takes it in.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sqlite3
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sqlite_utils import Database
+
+log = logging.getLogger(__name__)
+
+SCHEMA_VERSION = 1
+RETRY_S = 1.0  # between attempts while the database can't be written
+_TABLES = (
+    """CREATE TABLE IF NOT EXISTS inference_requests (
+        request_id TEXT PRIMARY KEY,
+        tenant_id TEXT NOT NULL,
+        modality_mask INTEGER NOT NULL CHECK (modality_mask BETWEEN 1 AND 7),
+        text_tokens INTEGER NOT NULL CHECK (text_tokens >= 0),
+        vision_tokens INTEGER NOT NULL CHECK (vision_tokens >= 0),
+        audio_tokens INTEGER NOT NULL CHECK (audio_tokens >= 0),
+        ttft_ms REAL,
+        total_latency_ms REAL NOT NULL,
+        model_variant TEXT NOT NULL,
+        created_at REAL NOT NULL
+    )""",
+    """CREATE TABLE IF NOT EXISTS media_embedding_cache (
+        content_hash TEXT PRIMARY KEY,
+        media_kind TEXT NOT NULL CHECK (media_kind IN ('image', 'audio')),
+        token_count INTEGER NOT NULL CHECK (token_count > 0),
+        storage_uri TEXT NOT NULL,
+        hit_count INTEGER NOT NULL DEFAULT 0,
+        last_hit_at REAL,
+        expires_at REAL NOT NULL
+    )""",
+    """CREATE TABLE IF NOT EXISTS tenant_quota (
+        tenant_id TEXT PRIMARY KEY,
+        tokens_per_minute INTEGER NOT NULL CHECK (tokens_per_minute >= 0),
+        concurrent_requests INTEGER NOT NULL CHECK (concurrent_requests >= 0),
+        tier TEXT NOT NULL
+    )""",
+    """CREATE TABLE IF NOT EXISTS feedback (
+        request_id TEXT NOT NULL,
+        tenant_id TEXT NOT NULL,
+        rating TEXT NOT NULL CHECK (rating IN ('up', 'down')),
+        regenerated INTEGER NOT NULL CHECK (regenerated IN (0, 1)),
+        created_at REAL NOT NULL,
+        PRIMARY KEY (request_id, tenant_id)
+    )""",
+    "CREATE TABLE IF NOT EXISTS spool_imported (name TEXT PRIMARY KEY)",
+)
+_INDEXES = (
+    ("inference_requests", ("tenant_id", "created_at")),
+    ("inference_requests", ("created_at",)),
+    ("media_embedding_cache", ("expires_at",)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRow:
+    """One accepted request that has ended, however it ended."""
+
+    request_id: str  # the server's own, never the client's
+    tenant_id: str
+    modality_mask: int  # 1 text, 2 image, 4 audio
+    text_tokens: int
+    vision_tokens: int
+    audio_tokens: int
+    ttft_ms: float | None  # None: it ended before its first token
+    total_latency_ms: float
+    model_variant: str  # small or large
+    created_at: float  # seconds since the epoch
+
+    sql = """INSERT INTO inference_requests VALUES (:request_id, :tenant_id, :modality_mask, :text_tokens, :vision_tokens, :audio_tokens,
+        :ttft_ms, :total_latency_ms, :model_variant, :created_at) ON CONFLICT (request_id) DO NOTHING"""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEvent:
+    """Rows of a media window were stored in a tier (`num_hits` 0) or found there (1)."""
+
+    content_hash: str  # hex SHA-256 of everything that shapes the rows
+    media_kind: str  # image or audio
+    token_count: int
+    storage_uri: str  # memory: or disk:, and what the tier finds it by
+    num_hits: int
+    at: float  # seconds since the epoch
+    expires_at: float
+
+    sql = """INSERT INTO media_embedding_cache VALUES (:content_hash, :media_kind, :token_count, :storage_uri, :num_hits,
+        CASE WHEN :num_hits > 0 THEN :at END, :expires_at)
+        ON CONFLICT (content_hash) DO UPDATE SET storage_uri = excluded.storage_uri, hit_count = hit_count + excluded.hit_count,
+        last_hit_at = coalesce(excluded.last_hit_at, last_hit_at), expires_at = excluded.expires_at"""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheDropped:
+    """The rows are in no tier any more."""
+
+    content_hash: str
+
+    sql = "DELETE FROM media_embedding_cache WHERE content_hash = :content_hash"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheExpired:
+    """Everything that was to be kept until `now_s` at most is gone."""
+
+    now_s: float  # seconds since the epoch
+
+    sql = "DELETE FROM media_embedding_cache WHERE expires_at <= :now_s"
+
+
+@dataclass(frozen=True, slots=True)
+class TenantQuota:
+    """What one tenant may use; 0 means no limit."""
+
+    tenant_id: str
+    tokens_per_minute: int  # fused tokens, prompt and answer
+    concurrent_requests: int
+    tier: str = "standard"
+
+    sql = """INSERT INTO tenant_quota VALUES (:tenant_id, :tokens_per_minute, :concurrent_requests, :tier)
+        ON CONFLICT (tenant_id) DO UPDATE SET tokens_per_minute = excluded.tokens_per_minute,
+        concurrent_requests = excluded.concurrent_requests, tier = excluded.tier"""
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaRemoved:
+    tenant_id: str
+
+    sql = "DELETE FROM tenant_quota WHERE tenant_id = :tenant_id"
+
+
+@dataclass(frozen=True, slots=True)
+class Feedback:
+    """What a client thought of an answer.  The last word counts; once regenerated, always regenerated."""
+
+    request_id: str
+    tenant_id: str
+    rating: str  # up or down
+    regenerated: bool
+    created_at: float  # seconds since the epoch
+
+    sql = """INSERT INTO feedback VALUES (:request_id, :tenant_id, :rating, :regenerated, :created_at)
+        ON CONFLICT (request_id, tenant_id) DO UPDATE SET rating = excluded.rating,
+        regenerated = max(regenerated, excluded.regenerated), created_at = excluded.created_at"""
+
+
+Event = RequestRow | CacheEvent | CacheDropped | CacheExpired | TenantQuota | QuotaRemoved | Feedback
+_EVENTS: dict[str, type[Event]] = {
+    kind.__name__: kind for kind in (RequestRow, CacheEvent, CacheDropped, CacheExpired, TenantQuota, QuotaRemoved, Feedback)
+}
+# A row at fault, not the database: a constraint, or a value of no type that SQLite has.
+_REFUSED = (sqlite3.IntegrityError, sqlite3.ProgrammingError, sqlite3.InterfaceError, OverflowError)
+
+
+class Ledger:
+    """Record from any thread, at once and without an error; read with any SQLite client.  `close` flushes.
+
+    Raises sqlite3.DatabaseError or OSError only here, at the start: a file that can't be opened is for the operator to mend.
+    `max_pending` rows wait in memory when neither database nor spool can be written; further ones are counted in `num_lost`.
+    """
+
+    def __init__(self, path: Path, *, max_pending: int = 10_000, lock_timeout_s: float = 1.0) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self.spool_dir = path.with_name(path.name + ".spool")
+        self.num_spooled = 0  # rows that went to the spool
+        self.num_lost = 0  # rows refused by the schema, or recorded when nothing could take them
+        self._db = _open(path, lock_timeout_s)
+        self._quotas = {row["tenant_id"]: TenantQuota(**row) for row in self._db.table("tenant_quota").rows}
+        self._max_pending = max_pending
+        self._last_name = 0
+        self._pending: deque[Event] = deque()
+        self._is_behind = self._has_spool()  # the last attempt did not bring everything into the database
+        self._flushes_asked = self._flushes_done = 0
+        self._closing = False
+        self._changed = threading.Condition()  # guards _pending, _is_behind, the flushes and _closing
+        self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
+        self._thread.start()
+
+    # --- recording -----------------------------------------------------------------------------------------------------------
+
+    def record_request(self, row: RequestRow) -> None:
+        self._record(row)
+
+    def record_cache_event(self, event: CacheEvent | CacheDropped | CacheExpired) -> None:
+        self._record(event)
+
+    def record_feedback(self, feedback: Feedback) -> None:
+        self._record(feedback)
+
+    def quota(self, tenant_id: str) -> TenantQuota | None:
+        """From memory: what stood in the table at the start, and what was set here since."""
+        return self._quotas.get(tenant_id)
+
+    def quotas(self) -> tuple[TenantQuota, ...]:
+        return tuple(self._quotas.values())
+
+    def set_quota(self, quota: TenantQuota) -> None:
+        self._quotas[quota.tenant_id] = quota
+        self._record(quota)
+
+    def remove_quota(self, tenant_id: str) -> None:
+        self._quotas.pop(tenant_id, None)
+        self._record(QuotaRemoved(tenant_id))
+
+    def flush(self) -> bool:
+        """Wait until all that was recorded has been tried; True if everything is in the database, spooled rows included.  Blocks."""
+        with self._changed:
+            self._flushes_asked += 1
+            mine = self._flushes_asked
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._flushes_done >= mine or not self._thread.is_alive())
+            return not self._is_behind
+
+    def close(self) -> None:
+        """Write what is left, to the spool if need be, and stop.  Blocks; idempotent."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+        self._db.close()
+
+    def _record(self, event: Event) -> None:
+        with self._changed:
+            if self._closing or len(self._pending) >= self._max_pending:
+                self.num_lost += 1
+                if self.num_lost.bit_count() == 1:  # 1, 2, 4, ...: a flood of losses must not become a flood of lines
+                    log.error("ledger lost a row kind=%s lost=%d", type(event).__name__, self.num_lost)
+                return
+            self._pending.append(event)
+            self._changed.notify_all()
+
+    # --- the writer's thread -------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(self._has_work, RETRY_S if self._is_behind else None)
+                batch, asked, closing = tuple(self._pending), self._flushes_asked, self._closing
+            landed = self._land(batch)
+            settled = landed or self._spool(batch)
+            with self._changed:
+                for _ in batch if settled else ():
+                    self._pending.popleft()
+                self._is_behind = not landed
+                self._flushes_done = asked
+                self._changed.notify_all()
+                if closing:
+                    self.num_lost += len(self._pending)
+                    return
+
+    def _has_work(self) -> bool:
+        return self._closing or self._flushes_asked > self._flushes_done or (bool(self._pending) and not self._is_behind)
+
+    def _land(self, batch: Sequence[Event]) -> bool:
+        """Older rows first: the spool, then the batch.  False if the database could not take them."""
+        try:
+            for segment in self._segments():
+                self._import(segment)
+            if batch:
+                self._apply(batch)
+        except (sqlite3.DatabaseError, OSError) as error:
+            if not self._is_behind:
+                log.warning("ledger database can't be written, rows are spooled: %s", error)
+            return False
+        if self._is_behind:
+            log.info("ledger database caught up")
+        return True
+
+    def _apply(self, batch: Sequence[Event], segment: str | None = None) -> None:
+        """One transaction.  A row that the schema refuses is left out and counted; it must not hold up the others."""
+        try:
+            self._write(batch, segment)
+        except _REFUSED:
+            good = [event for event in batch if self._is_accepted(event)]
+            self.num_lost += len(batch) - len(good)
+            log.error("ledger rows refused by the schema rows=%d", len(batch) - len(good))
+            self._write(good, segment)
+
+    def _write(self, batch: Sequence[Event], segment: str | None) -> None:
+        with self._db.atomic():
+            if segment is not None:
+                self._db.execute("INSERT INTO spool_imported VALUES (?)", [segment])
+            for event in batch:
+                self._db.execute(event.sql, asdict(event))
+
+    def _is_accepted(self, event: Event) -> bool:
+        self._db.execute("BEGIN")
+        try:
+            self._db.execute(event.sql, asdict(event))
+        except _REFUSED:
+            return False
+        finally:
+            self._db.rollback()
+        return True
+
+    # --- the spool -----------------------------------------------------------------------------------------------------------
+
+    def _has_spool(self) -> bool:
+        return bool(self._segments())
+
+    def _segments(self) -> list[Path]:
+        """Oldest first."""
+        return sorted(self.spool_dir.glob("*.jsonl"))
+
+    def _spool(self, batch: Sequence[Event]) -> bool:
+        """Write a new file, whole or not at all.  False when even that fails."""
+        if not batch:
+            return True
+        self._last_name = max(time.time_ns(), self._last_name + 1)
+        target = self.spool_dir / f"{self._last_name:020d}-{uuid.uuid4().hex}.jsonl"
+        unfinished = target.with_suffix(".tmp")
+        try:
+            self.spool_dir.mkdir(exist_ok=True)
+            with unfinished.open("w") as file:
+                file.writelines(json.dumps([type(event).__name__, asdict(event)]) + "\n" for event in batch)
+                file.flush()
+                os.fsync(file.fileno())
+            unfinished.rename(target)
+            _fsync_directory(self.spool_dir)
+        except (OSError, TypeError) as error:
+            unfinished.unlink(missing_ok=True)
+            log.error("ledger spool can't be written waiting=%d: %s", len(batch), error)
+            return False
+        self.num_spooled += len(batch)
+        return True
+
+    def _import(self, segment: Path) -> None:
+        known = self._db.execute("SELECT 1 FROM spool_imported WHERE name = ?", [segment.name]).fetchone()
+        if known is None:
+            try:
+                batch = [_parse(line) for line in segment.read_text().splitlines()]
+            except (ValueError, KeyError, TypeError) as error:
+                log.error("ledger spool file is damaged and set aside file=%s: %s", segment.name, error)
+                segment.rename(segment.with_suffix(".damaged"))
+                return
+            self._apply(batch, segment.name)
+        segment.unlink(missing_ok=True)
+
+
+def _open(path: Path, lock_timeout_s: float) -> Database:
+    connection = sqlite3.connect(path, timeout=lock_timeout_s, check_same_thread=False)  # opened here, used by the writer's thread only
+    db = Database(connection, execute_plugins=False)
+    db.enable_wal()
+    db.execute("PRAGMA synchronous = NORMAL")  # in WAL mode: safe against a killed process, and no fsync for every commit
+    version = db.execute("PRAGMA user_version").fetchone()[0]
+    if version > SCHEMA_VERSION:
+        raise sqlite3.DatabaseError(f"{path} was written by a newer mmserve (schema {version}, this one knows {SCHEMA_VERSION})")
+    for statement in _TABLES:
+        db.execute(statement)
+    for table, columns in _INDEXES:
+        db.table(table).create_index(columns, if_not_exists=True)
+    db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+    return db
+
+
+def _parse(line: str) -> Event:
+    name, fields = json.loads(line)
+    kind: Any = _EVENTS[name]
+    event: Event = kind(**fields)
+    return event
+
+
+def _fsync_directory(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

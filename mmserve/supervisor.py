@@ -1,0 +1,177 @@
+"""Keeps worker processes alive: spawn, wait until ready, watch, kill what hangs, start again with a growing pause.
+
+Knows nothing of what workers compute.  A worker's life ends as `WorkerDied`, whether it crashed, was killed, or made no progress.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from mmserve.child_process import start_child
+from mmserve.errors import MmserveError, WorkerDied
+from mmserve.plan import Shutdown
+from mmserve.transport import Channel
+
+log = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 300.0  # loading weights and warming up
+STEADY_LIFE_S = 30.0  # a life this long forgets earlier failures
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 30.0
+BROKEN_AFTER = 3  # failures in a row that open the circuit
+
+
+class WorkerFailedToStart(MmserveError):
+    """A worker ended before it was ready, the first time it was started: a fault of the set-up, which a restart won't mend."""
+
+    code = "worker_failed_to_start"
+
+
+class Worker:
+    """One life of one worker process.  Calls take turns; each gets the next reply."""
+
+    def __init__(self, role: str, process: BaseProcess, channel: Channel) -> None:
+        self.role = role
+        self.died = asyncio.Event()
+        self._process = process
+        self._channel = channel
+        self._turn = asyncio.Lock()
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(process.sentinel, self._note_death)
+
+    @classmethod
+    async def spawn(cls, role: str, target: str, args: tuple[object, ...]) -> Worker:
+        process, end = start_child(target, args, name=f"mmserve-{role}")
+        return cls(role, process, await Channel.open(end))
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid or 0
+
+    async def call(self, message: object, timeout_s: float) -> Any:
+        """Send and wait for the reply.  A worker that doesn't answer in time is killed.  Raises WorkerDied."""
+        async with self._turn:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._channel.send(message)
+                    return await self._channel.receive()
+            except TimeoutError:
+                log.error("worker=%s pid=%d no answer in %.0f s, killing it", self.role, self.pid, timeout_s)
+                self.kill()
+                raise WorkerDied(f"{self.role} hung") from None
+            except asyncio.CancelledError:
+                self.kill()  # its reply would be taken for the next call's
+                raise
+
+    async def receive(self, timeout_s: float) -> Any:
+        """A message nobody asked for: the ready report.  Raises WorkerDied."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._channel.receive()
+        except TimeoutError:
+            raise WorkerDied(f"{self.role} was not ready in {timeout_s:.0f} s") from None
+
+    def kill(self) -> None:
+        if self._process.is_alive():
+            self._process.kill()
+
+    async def stop(self, grace_s: float) -> None:
+        """Ask it to leave, then make it."""
+        with contextlib.suppress(WorkerDied, TimeoutError):
+            async with asyncio.timeout(grace_s):
+                async with self._turn:
+                    await self._channel.send(Shutdown())
+                await self.died.wait()
+        await self.bury()
+
+    async def bury(self) -> None:
+        """Make sure it is gone and reaped.  Idempotent."""
+        self.kill()
+        await self.died.wait()
+        self._channel.close()
+        self._process.join()
+
+    def _note_death(self) -> None:
+        self._loop.remove_reader(self._process.sentinel)
+        self.died.set()
+
+
+class Supervisor:
+    """One role that must always have a living worker.
+
+    `serve(worker, ready)` is given each life once it is ready, and returns or raises WorkerDied when the life is over.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        target: str,
+        args: tuple[object, ...],
+        serve: Callable[[Worker, Any], Awaitable[None]],
+        *,
+        on_restart: Callable[[str], None],
+    ) -> None:
+        self.role = role
+        self._target = target
+        self._args = args
+        self._serve = serve
+        self._on_restart = on_restart
+        self._first_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._failures = 0
+        self._worker: Worker | None = None
+        self._closing = False
+        self._task = asyncio.create_task(self._run(), name=f"supervise-{role}")
+
+    @property
+    def broken(self) -> bool:
+        """It has failed so often in a row that waiting for it is not a plan."""
+        return self._failures >= BROKEN_AFTER
+
+    @property
+    def pid(self) -> int | None:
+        return self._worker.pid if self._worker is not None else None
+
+    async def first_ready(self) -> None:
+        """Raises WorkerFailedToStart if the first life ends before it is ready."""
+        await asyncio.shield(self._first_ready)
+
+    async def close(self, grace_s: float = 2.0) -> None:
+        self._closing = True
+        if self._worker is not None:
+            await self._worker.stop(grace_s)
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        if self._first_ready.done():
+            self._first_ready.exception()
+
+    async def _run(self) -> None:
+        while not self._closing:
+            started = time.monotonic()
+            worker = self._worker = await Worker.spawn(self.role, self._target, self._args)
+            try:
+                await self._live(worker)
+            except WorkerDied as error:
+                if self._closing:
+                    return
+                log.warning("worker=%s pid=%d died (%s)", self.role, worker.pid, error)
+            finally:
+                await worker.bury()
+            if not self._first_ready.done():
+                self._first_ready.set_exception(WorkerFailedToStart(f"the {self.role} worker ended before it was ready; its log says why"))
+                return
+            self._failures = 0 if time.monotonic() - started > STEADY_LIFE_S else self._failures + 1
+            self._on_restart(self.role)
+            await asyncio.sleep(min(FIRST_PAUSE_S * 2 ** (self._failures - 1), LONGEST_PAUSE_S))
+
+    async def _live(self, worker: Worker) -> None:
+        ready = await worker.receive(START_TIMEOUT_S)
+        log.info("worker=%s pid=%d ready", self.role, worker.pid)
+        if not self._first_ready.done():
+            self._first_ready.set_result(None)
+        await self._serve(worker, ready)
