@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from mmserve.errors import MmserveError, NumericalError
+from mmserve.errors import MmserveError, NumericalError, Overloaded
 from mmserve.media import MediaWindow, PreparedMedia
 from mmserve.modality_router import Route
 from mmserve.plan import SampledToken
@@ -56,7 +56,7 @@ class ActiveRequest:
         return replace(
             self.generation.usage,
             completion_tokens=self.generated_tokens,
-            cached_tokens=first.num_cached_tokens or 0,
+            cached_tokens=first.num_cached_tokens,
             media=tuple(self._media_usage(item) for item in self.media),
         )
 
@@ -70,7 +70,9 @@ class ActiveRequest:
 def take_token(active: ActiveRequest, choice: Choice, update: TokenUpdate, now_s: float) -> FinishReason | MmserveError | None:
     """Push what the update says to the stream.  Returns how the choice ended, if it did."""
     if update.error is not None:
-        return NumericalError("the model produced numbers that are not finite")
+        if update.error == NumericalError.code:
+            return NumericalError("the model produced numbers that are not finite")
+        return Overloaded("the device has no memory for this request")
     text, stopped = "", False
     reason = update.finish_reason
     if update.token is not None:
@@ -101,8 +103,15 @@ def new_choice(index: int, sequence: Sequence, tokenizer: Tokenizer) -> Choice:
 
 def record_timings(active: ActiveRequest, now_s: float) -> dict[str, float]:
     """Seconds by stage, for `Server-Timing` and `explain`."""
-    first = active.first_token_s or now_s
-    return {"prepare": active.admitted_s - active.arrival_s, "first_token": first - active.arrival_s, "total": now_s - active.arrival_s}
+    first_step = active.choices[0].sequence.first_step_s or now_s
+    first_token = active.first_token_s or now_s
+    return {
+        "prepare": active.admitted_s - active.arrival_s,
+        "queue": first_step - active.admitted_s,
+        "prefill": first_token - first_step,
+        "decode": now_s - first_token,
+        "total": now_s - active.arrival_s,
+    }
 
 
 def _logprob(token: SampledToken) -> TokenLogprob:

@@ -12,7 +12,7 @@ from mmserve.metrics import Metrics
 from mmserve.plan import DecoderReady, DecoderWorkerSpec
 from mmserve.replica import Replica, Rows
 from mmserve.scheduler.admission import Admission
-from mmserve.scheduler.placement import place
+from mmserve.scheduler.placement import Candidate, place
 from mmserve.scheduler.scheduler import SchedulerLimits, TokenUpdate
 from mmserve.scheduler.sequence import Sequence
 from mmserve.shared_buffer import SharedMemory
@@ -78,7 +78,9 @@ class DecoderGroup:
         if not self._replicas:
             self._held[sequence.seq_id] = sequence
             return
-        replica = self._replicas[place([candidate(replica, sequence) for replica in self._replicas])]
+        schedulers = [replica.scheduler for replica in self._replicas]
+        candidates = [Candidate(each.match(sequence), each.num_pending_tokens) for each in schedulers]
+        replica = self._replicas[place(candidates)]
         self._home[sequence.seq_id] = replica
         replica.add(sequence)
 

@@ -20,8 +20,10 @@ from mmserve.active_request import ActiveRequest, new_choice, record_timings, ta
 from mmserve.composition import BUNDLED, load_composition
 from mmserve.config import Config, ConfigError
 from mmserve.decoder_group import DecoderGroup
+from mmserve.encoders.embedding_cache import CacheEvent
 from mmserve.errors import MmserveError, Overloaded
-from mmserve.ledger import Ledger, RequestRow
+from mmserve.ledger import CacheDropped, Ledger, RequestRow
+from mmserve.ledger import CacheEvent as CacheRow
 from mmserve.media import MediaKind, MediaLimits, MediaSpan, PreparedMedia
 from mmserve.media_service import MediaService, device_names
 from mmserve.metrics import Metrics
@@ -92,7 +94,7 @@ class AsyncEngine:
                 cache_dir=self.data_dir / "embeddings",
                 rows_dtype=dtype,
                 on_restart=self._count_restart,
-                on_cache_event=self.ledger.record_cache_event,
+                on_cache_event=self._index_cache,
             )
             devices = {
                 MediaKind.IMAGE: device_names(model.vision_devices, device),
@@ -333,7 +335,10 @@ class AsyncEngine:
         metrics.prompt_tokens.labels(model).inc(usage.prompt_tokens)
         metrics.generation_tokens.labels(model).inc(usage.completion_tokens)
         metrics.e2e_request_latency_seconds.labels(model, mix).observe(now_s - active.arrival_s)
+        timings = generation.timings
+        metrics.request_queue_time_seconds.labels(model).observe(timings["queue"])
         if ttft_s is not None:
+            metrics.request_prefill_time_seconds.labels(model).observe(timings["prefill"])
             metrics.time_to_first_token_seconds.labels(model, mix).observe(ttft_s)
         self.ledger.record_request(
             RequestRow(
@@ -398,6 +403,18 @@ class AsyncEngine:
             lost=lambda sequence, error: self._fail(self._active_of[sequence.seq_id], error),
             on_restart=self._count_restart,
         )
+
+    def _index_cache(self, event: CacheEvent) -> None:
+        """Keep the ledger's index of the embedding cache.  Rows that leave memory may live on, on disk."""
+        key = event.key.hex()
+        if event.what == "dropped":
+            if event.tier == "disk" or not self.config.storage.embedding_disk_bytes:
+                self.ledger.record_cache_event(CacheDropped(key))
+            return
+        now = time.time()
+        num_hits = int(event.what == "hit")
+        uri = f"{event.tier}:{key}"
+        self.ledger.record_cache_event(CacheRow(key, event.kind.value, event.num_rows, uri, num_hits, now, now + event.expires_in_s))
 
     def _count_restart(self, role: str) -> None:
         self.metrics.worker_restarts.labels(role).inc()

@@ -6,6 +6,7 @@ Those are taken in, in order, as soon as it can be written again; each file's na
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -185,12 +186,12 @@ class Ledger:
         self._db = _open(path, lock_timeout_s)
         self._quotas = {row["tenant_id"]: TenantQuota(**row) for row in self._db.table("tenant_quota").rows}
         self._max_pending = max_pending
-        self._last_name = 0
+        self._last_segment_ns = 0
         self._pending: deque[Event] = deque()
         self._is_behind = self._has_spool()  # the last attempt did not bring everything into the database
         self._flushes_asked = self._flushes_done = 0
-        self._closing = False
-        self._changed = threading.Condition()  # guards _pending, _is_behind, the flushes and _closing
+        self._closing = self._has_stopped = False
+        self._changed = threading.Condition()  # guards everything between _pending and here
         self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
         self._thread.start()
 
@@ -226,7 +227,7 @@ class Ledger:
             self._flushes_asked += 1
             mine = self._flushes_asked
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._flushes_done >= mine or not self._thread.is_alive())
+            self._changed.wait_for(lambda: self._flushes_done >= mine or self._has_stopped)
             return not self._is_behind
 
     def close(self) -> None:
@@ -250,21 +251,30 @@ class Ledger:
     # --- the writer's thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
+        try:
+            while not self._has_stopped:
+                self._settle_pending()
+        finally:
             with self._changed:
-                self._changed.wait_for(self._has_work, RETRY_S if self._is_behind else None)
-                batch, asked, closing = tuple(self._pending), self._flushes_asked, self._closing
-            landed = self._land(batch)
-            settled = landed or self._spool(batch)
-            with self._changed:
-                for _ in batch if settled else ():
-                    self._pending.popleft()
-                self._is_behind = not landed
-                self._flushes_done = asked
+                self._has_stopped = True
                 self._changed.notify_all()
-                if closing:
-                    self.num_lost += len(self._pending)
-                    return
+
+    def _settle_pending(self) -> None:
+        """Wait for something to do, then bring what is pending into the database or else the spool; it stays pending if neither works."""
+        with self._changed:
+            self._changed.wait_for(self._has_work, RETRY_S if self._is_behind else None)
+            batch, asked, closing = tuple(self._pending), self._flushes_asked, self._closing
+        landed = self._land(batch)
+        settled = landed or self._spool(batch)
+        with self._changed:
+            for _ in batch if settled else ():
+                self._pending.popleft()
+            self._is_behind = not landed
+            self._flushes_done = asked
+            if closing:
+                self._has_stopped = True
+                self.num_lost += len(self._pending)
+            self._changed.notify_all()
 
     def _has_work(self) -> bool:
         return self._closing or self._flushes_asked > self._flushes_done or (bool(self._pending) and not self._is_behind)
@@ -324,8 +334,8 @@ class Ledger:
         """Write a new file, whole or not at all.  False when even that fails."""
         if not batch:
             return True
-        self._last_name = max(time.time_ns(), self._last_name + 1)
-        target = self.spool_dir / f"{self._last_name:020d}-{uuid.uuid4().hex}.jsonl"
+        self._last_segment_ns = max(time.time_ns(), self._last_segment_ns + 1)
+        target = self.spool_dir / f"{self._last_segment_ns:020d}-{uuid.uuid4().hex}.jsonl"
         unfinished = target.with_suffix(".tmp")
         try:
             self.spool_dir.mkdir(exist_ok=True)
@@ -336,7 +346,8 @@ class Ledger:
             unfinished.rename(target)
             _fsync_directory(self.spool_dir)
         except (OSError, TypeError) as error:
-            unfinished.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
             log.error("ledger spool can't be written waiting=%d: %s", len(batch), error)
             return False
         self.num_spooled += len(batch)

@@ -14,7 +14,7 @@ from mmserve.composition import Composition
 from mmserve.config import Config, parse_devices
 from mmserve.encoders.decode_process import DecodeProcesses
 from mmserve.encoders.disk_tier import DiskTier
-from mmserve.encoders.embedding_cache import EmbeddingCache
+from mmserve.encoders.embedding_cache import CacheEvent, EmbeddingCache
 from mmserve.encoders.encoder_pool import EncoderPool
 from mmserve.encoders.image import read_header
 from mmserve.errors import BadRequest, TooLarge, WorkerDied
@@ -135,7 +135,9 @@ class MediaService:
         config, buffer = self._config, self._buffer
         async with AsyncExitStack() as stack:
             size = config.storage.embedding_disk_bytes
-            disk = DiskTier(self._cache_dir, size) if size else None
+            disk = DiskTier(self._cache_dir, size, on_corrupt=self._metrics.cache_corrupt.inc) if size else None
+            if disk is not None:
+                await disk.open()
             self.decode = DecodeProcesses(buffer.memory, config.limits, config.encoder.decode_processes)
             self.cache = EmbeddingCache(
                 buffer,
@@ -143,6 +145,7 @@ class MediaService:
                 ttl_s={MediaKind.IMAGE: config.storage.image_ttl_s, MediaKind.AUDIO: config.storage.audio_ttl_s},
                 on_event=self._on_cache_event,
             )
+            stack.push_async_callback(self.cache.close)
             await self.decode.start()
             stack.push_async_callback(self.decode.close)
             self.pools: dict[MediaKind, EncoderPool] = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,9 +18,11 @@ from mmserve.media import MediaKind
 from mmserve.shared_buffer import BufferSlice
 
 
-@dataclass(frozen=True, slots=True)
-class RowSampling:
-    """How to draw one row's next token.  The draw is a function of (seed, position), so a replayed row draws the same."""
+class RowSampling(NamedTuple):
+    """How to draw one row's next token.  The draw is a function of (seed, position), so a replayed row draws the same.
+
+    One is made per sampled row and step: as a tuple it is made, sent and read several times faster than as a dataclass.
+    """
 
     temperature: float = 0.0  # 0: greedy
     top_p: float = 1.0

@@ -93,7 +93,7 @@ class Replica:
                 reply = await self._worker.call(plan, STEP_TIMEOUT_S)
             if isinstance(reply, StepFailed):
                 log.warning("worker=%s pid=%d step=%d failed: %s", self.name, self._worker.pid, reply.step_id, reply.reason)
-                self.scheduler.step_failed(reply)
+                self._deliver(self.scheduler.step_failed(reply))
                 continue
             assert isinstance(reply, StepResult), f"unexpected reply {type(reply).__name__}"
             self._metrics.gpu_seconds.labels("decode").inc(reply.seconds)
@@ -101,7 +101,7 @@ class Replica:
 
     async def _idle(self) -> None:
         """Until woken.  Raises WorkerDied if the worker goes first."""
-        self.kv.check()
+        self.scheduler.check()
         waits = [asyncio.ensure_future(self._wake.wait()), asyncio.ensure_future(self._worker.died.wait())]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

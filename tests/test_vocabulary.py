@@ -1,6 +1,7 @@
 """Floor 1: shared buffer, transport, config, composition, media identity, sampling ranges."""
 
 import asyncio
+import contextlib
 import os
 import pickle
 import socket
@@ -19,16 +20,16 @@ from mmserve.request import SamplingParams
 from mmserve.shared_buffer import SharedBuffer
 from mmserve.transport import Channel, WorkerChannel
 
+NAN = float("nan")
+
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 3000)), max_size=60))
 def test_extents_always_tile_the_shared_buffer(operations):
     buffer, held = SharedBuffer(8192), []
     for allocate, number in operations:
         if allocate:
-            try:
+            with contextlib.suppress(OutOfBuffer):
                 held.append(buffer.allocate((number,), "uint8"))
-            except OutOfBuffer:
-                pass
         elif held:
             buffer.release(held.pop(number % len(held)))
         buffer.check()
@@ -139,7 +140,8 @@ def test_windows_of_a_clip_cover_it_and_count_by_the_ceiling():
 
 def test_everything_that_shapes_rows_is_in_their_key():
     facts = {
-        "content": b"c", "kind": MediaKind.IMAGE, "encoder": b"e", "index": 0, "start": 0, "stop": 1, "num_rows": 2, "detail": "auto", "salt": b"",
+        "content": b"c", "kind": MediaKind.IMAGE, "encoder": b"e", "index": 0, "start": 0, "stop": 1, "num_rows": 2,
+        "detail": "auto", "salt": b"",
     }  # fmt: skip
     others = [
         {"content": b"d"}, {"kind": MediaKind.AUDIO}, {"encoder": b"f"}, {"index": 1}, {"start": 1}, {"stop": 2}, {"num_rows": 3},
@@ -157,9 +159,11 @@ def test_rows_of_two_decoders_have_different_names():
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("temperature", float("nan")), ("temperature", -0.1), ("temperature", float("inf")), ("top_p", 0), ("top_p", 1.01), ("top_k", -1),
-        ("min_p", 2), ("max_tokens", 0), ("n", 0), ("n", 10**6), ("seed", 2**64), ("presence_penalty", 2.5), ("frequency_penalty", float("nan")),
-        ("repetition_penalty", 0), ("stop", ("",)), ("stop", ("a",) * 17), ("logprobs", 21), ("logit_bias", {1: 101.0}), ("logit_bias", {1: float("nan")}),
+        ("temperature", NAN), ("temperature", -0.1), ("temperature", float("inf")), ("top_p", 0), ("top_p", 1.01),
+        ("top_k", -1),
+        ("min_p", 2), ("max_tokens", 0), ("n", 0), ("n", 10**6), ("seed", 2**64), ("presence_penalty", 2.5), ("frequency_penalty", NAN),
+        ("repetition_penalty", 0), ("stop", ("",)), ("stop", ("a",) * 17), ("logprobs", 21), ("logit_bias", {1: 101.0}),
+        ("logit_bias", {1: NAN}),
     ],
 )  # fmt: skip
 def test_a_sampling_field_out_of_range_is_named(field, value):

@@ -1,0 +1,112 @@
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from mmserve.child_process import start_child
+from mmserve.errors import WorkerDied
+from mmserve.supervisor import Supervisor, Worker, WorkerFailedToStart
+from mmserve.transport import Channel
+
+
+async def spawn(function: str) -> Worker:
+    worker = await Worker.spawn("test", f"fake_workers:{function}", ())
+    assert await worker.receive(30) == "ready"
+    return worker
+
+
+async def test_a_call_gets_its_own_reply():
+    worker = await spawn("echo")
+    assert await asyncio.gather(*(worker.call(n, 30) for n in range(20))) == list(range(20))
+    await worker.stop(5)
+    assert worker.died.is_set()
+
+
+async def test_a_worker_that_does_not_answer_is_killed():
+    worker = await spawn("hang")
+    with pytest.raises(WorkerDied, match="hung"):
+        await worker.call("anything", 0.2)
+    await worker.died.wait()
+    await worker.bury()
+
+
+async def test_a_death_while_idle_is_noticed():
+    worker = await spawn("echo")
+    os.kill(worker.pid, signal.SIGKILL)
+    await worker.died.wait()
+    await worker.bury()
+
+
+async def test_a_cancelled_call_leaves_no_reply_for_the_next():
+    """A reply that stays in the channel would be handed to another caller: that worker's life is over."""
+    worker = await spawn("hang")
+    call = asyncio.create_task(worker.call("anything", 30))
+    await asyncio.sleep(0)
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    await worker.died.wait()
+    await worker.bury()
+
+
+async def test_a_killed_worker_is_followed_by_another():
+    lives: asyncio.Queue[Worker] = asyncio.Queue()
+    restarts = []
+
+    async def serve(worker: Worker, ready: object) -> None:
+        lives.put_nowait(worker)
+        await worker.died.wait()
+        raise WorkerDied("test")
+
+    supervisor = Supervisor("test", "fake_workers:echo", (), serve, on_restart=restarts.append)
+    await supervisor.first_ready()
+    first = await lives.get()
+    os.kill(first.pid, signal.SIGKILL)
+    second = await lives.get()
+    assert second.pid != first.pid
+    assert await second.call("still here", 30) == "still here"
+    assert restarts == ["test"]
+    await supervisor.close()
+
+
+async def test_a_worker_that_never_starts_is_an_error_and_not_a_loop():
+    async def serve(worker: Worker, ready: object) -> None:
+        raise AssertionError("it was never ready")
+
+    supervisor = Supervisor("test", "fake_workers:die_at_once", (), serve, on_restart=lambda role: None)
+    with pytest.raises(WorkerFailedToStart, match="test worker ended before it was ready"):
+        await supervisor.first_ready()
+    await supervisor.close()
+
+
+async def test_a_child_does_not_import_the_script_that_started_it():
+    """`with Engine() as engine:` at the top of a script, without a guard, must not start itself again in every worker."""
+    process, end = start_child("fake_workers:report_main_module", (), "test")
+    channel = await Channel.open(end)
+    assert await channel.receive() == (None, signal.SIGKILL)
+    process.join()
+    channel.close()
+
+
+def test_children_die_with_a_killed_parent():
+    script = "import sys, time; sys.path.insert(0, 'tests')\nfrom mmserve.child_process import start_child\n" + (
+        "process, end = start_child('fake_workers:echo', (), 'test')\nprint(process.pid, flush=True)\ntime.sleep(3600)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    pidfd = os.pidfd_open(child)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    assert _wait_for_end(pidfd), "the child outlived its parent"
+    os.close(pidfd)
+
+
+def _wait_for_end(pidfd: int) -> bool:
+    import select
+
+    readable, _, _ = select.select([pidfd], [], [], 20)
+    return bool(readable)
