@@ -149,6 +149,8 @@ def _convert(flag: Flag, value: Any) -> Any:
         return flag.default
     if flag.type is bool and not isinstance(value, bool):
         raise ConfigError(f"{flag.key} must be true or false, got {value!r}", param=flag.key)
+    if isinstance(value, bool) and flag.type is not bool:
+        raise ConfigError(f"{flag.key} must be of type {flag.type.__name__}, got {value!r}", param=flag.key)
     try:
         converted = flag.type(value)
     except (TypeError, ValueError):

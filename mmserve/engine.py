@@ -209,7 +209,7 @@ class AsyncEngine:
         sampling = request.sampling
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
         generation = Generation(
-            request_id=f"chatcmpl-{uuid.uuid4().hex}",
+            request_id=uuid.uuid4().hex,
             model=choice.model,
             route_reason=choice.reason,
             usage=Usage(

@@ -6,14 +6,11 @@ Those are taken in, in order, as soon as it can be written again; each file's na
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import os
 import sqlite3
 import threading
 import time
-import uuid
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -21,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from sqlite_utils import Database
+
+from mmserve.spool import Spool
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +91,7 @@ class RequestRow:
 
 @dataclass(frozen=True, slots=True)
 class CacheEvent:
-    """Rows of a media window were stored in a tier (`num_hits` 0) or found there (1)."""
+    """Rows of a media window were stored in a tier (`num_hits` 0) or found there (1).  The index names the more lasting of two tiers."""
 
     content_hash: str  # hex SHA-256 of everything that shapes the rows
     media_kind: str  # image or audio
@@ -104,8 +103,10 @@ class CacheEvent:
 
     sql = """INSERT INTO media_embedding_cache VALUES (:content_hash, :media_kind, :token_count, :storage_uri, :num_hits,
         CASE WHEN :num_hits > 0 THEN :at END, :expires_at)
-        ON CONFLICT (content_hash) DO UPDATE SET storage_uri = excluded.storage_uri, hit_count = hit_count + excluded.hit_count,
-        last_hit_at = coalesce(excluded.last_hit_at, last_hit_at), expires_at = excluded.expires_at"""
+        ON CONFLICT (content_hash) DO UPDATE SET
+        storage_uri = CASE WHEN storage_uri LIKE 'disk:%' THEN storage_uri ELSE excluded.storage_uri END,
+        hit_count = hit_count + excluded.hit_count, expires_at = excluded.expires_at,
+        last_hit_at = coalesce(excluded.last_hit_at, last_hit_at)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +119,12 @@ class CacheDropped:
 
 
 @dataclass(frozen=True, slots=True)
-class CacheExpired:
-    """Everything that was to be kept until `now_s` at most is gone."""
+class CacheReopened:
+    """A process has started: what was in memory is gone, and so is what has expired meanwhile."""
 
     now_s: float  # seconds since the epoch
 
-    sql = "DELETE FROM media_embedding_cache WHERE expires_at <= :now_s"
+    sql = "DELETE FROM media_embedding_cache WHERE storage_uri LIKE 'memory:%' OR expires_at <= :now_s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +163,9 @@ class Feedback:
         regenerated = max(regenerated, excluded.regenerated), created_at = excluded.created_at"""
 
 
-Event = RequestRow | CacheEvent | CacheDropped | CacheExpired | TenantQuota | QuotaRemoved | Feedback
+Event = RequestRow | CacheEvent | CacheDropped | CacheReopened | TenantQuota | QuotaRemoved | Feedback
 _EVENTS: dict[str, type[Event]] = {
-    kind.__name__: kind for kind in (RequestRow, CacheEvent, CacheDropped, CacheExpired, TenantQuota, QuotaRemoved, Feedback)
+    kind.__name__: kind for kind in (RequestRow, CacheEvent, CacheDropped, CacheReopened, TenantQuota, QuotaRemoved, Feedback)
 }
 # A row at fault, not the database: a constraint, or a value of no type that SQLite has.
 _REFUSED = (sqlite3.IntegrityError, sqlite3.ProgrammingError, sqlite3.InterfaceError, OverflowError)
@@ -180,19 +181,19 @@ class Ledger:
     def __init__(self, path: Path, *, max_pending: int = 10_000, lock_timeout_s: float = 1.0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self.spool_dir = path.with_name(path.name + ".spool")
+        self._spool = Spool(path.with_name(path.name + ".spool"))
         self.num_spooled = 0  # rows that went to the spool
         self.num_lost = 0  # rows refused by the schema, or recorded when nothing could take them
         self._db = _open(path, lock_timeout_s)
         self._quotas = {row["tenant_id"]: TenantQuota(**row) for row in self._db.table("tenant_quota").rows}
         self._max_pending = max_pending
-        self._last_segment_ns = 0
         self._pending: deque[Event] = deque()
-        self._is_behind = self._has_spool()  # the last attempt did not bring everything into the database
+        self._is_behind = bool(self._spool.files())  # the last attempt did not bring everything into the database
         self._flushes_asked = self._flushes_done = 0
         self._closing = self._has_stopped = False
         self._changed = threading.Condition()  # guards everything between _pending and here
         self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
+        self._record(CacheReopened(time.time()))
         self._thread.start()
 
     # --- recording -----------------------------------------------------------------------------------------------------------
@@ -200,7 +201,7 @@ class Ledger:
     def record_request(self, row: RequestRow) -> None:
         self._record(row)
 
-    def record_cache_event(self, event: CacheEvent | CacheDropped | CacheExpired) -> None:
+    def record_cache_event(self, event: CacheEvent | CacheDropped) -> None:
         self._record(event)
 
     def record_feedback(self, feedback: Feedback) -> None:
@@ -265,7 +266,7 @@ class Ledger:
             self._changed.wait_for(self._has_work, RETRY_S if self._is_behind else None)
             batch, asked, closing = tuple(self._pending), self._flushes_asked, self._closing
         landed = self._land(batch)
-        settled = landed or self._spool(batch)
+        settled = landed or self._keep(batch)
         with self._changed:
             for _ in batch if settled else ():
                 self._pending.popleft()
@@ -282,8 +283,8 @@ class Ledger:
     def _land(self, batch: Sequence[Event]) -> bool:
         """Older rows first: the spool, then the batch.  False if the database could not take them."""
         try:
-            for segment in self._segments():
-                self._import(segment)
+            for file in self._spool.files():
+                self._import(file)
             if batch:
                 self._apply(batch)
         except (sqlite3.DatabaseError, OSError) as error:
@@ -294,20 +295,20 @@ class Ledger:
             log.info("ledger database caught up")
         return True
 
-    def _apply(self, batch: Sequence[Event], segment: str | None = None) -> None:
+    def _apply(self, batch: Sequence[Event], spool_file: str | None = None) -> None:
         """One transaction.  A row that the schema refuses is left out and counted; it must not hold up the others."""
         try:
-            self._write(batch, segment)
+            self._write(batch, spool_file)
         except _REFUSED:
             good = [event for event in batch if self._is_accepted(event)]
             self.num_lost += len(batch) - len(good)
             log.error("ledger rows refused by the schema rows=%d", len(batch) - len(good))
-            self._write(good, segment)
+            self._write(good, spool_file)
 
-    def _write(self, batch: Sequence[Event], segment: str | None) -> None:
+    def _write(self, batch: Sequence[Event], spool_file: str | None) -> None:
         with self._db.atomic():
-            if segment is not None:
-                self._db.execute("INSERT INTO spool_imported VALUES (?)", [segment])
+            if spool_file is not None:
+                self._db.execute("INSERT INTO spool_imported VALUES (?)", [spool_file])
             for event in batch:
                 self._db.execute(event.sql, asdict(event))
 
@@ -323,47 +324,28 @@ class Ledger:
 
     # --- the spool -----------------------------------------------------------------------------------------------------------
 
-    def _has_spool(self) -> bool:
-        return bool(self._segments())
-
-    def _segments(self) -> list[Path]:
-        """Oldest first."""
-        return sorted(self.spool_dir.glob("*.jsonl"))
-
-    def _spool(self, batch: Sequence[Event]) -> bool:
-        """Write a new file, whole or not at all.  False when even that fails."""
+    def _keep(self, batch: Sequence[Event]) -> bool:
+        """Into the spool, all or none of it.  False when even that fails."""
         if not batch:
             return True
-        self._last_segment_ns = max(time.time_ns(), self._last_segment_ns + 1)
-        target = self.spool_dir / f"{self._last_segment_ns:020d}-{uuid.uuid4().hex}.jsonl"
-        unfinished = target.with_suffix(".tmp")
         try:
-            self.spool_dir.mkdir(exist_ok=True)
-            with unfinished.open("w") as file:
-                file.writelines(json.dumps([type(event).__name__, asdict(event)]) + "\n" for event in batch)
-                file.flush()
-                os.fsync(file.fileno())
-            unfinished.rename(target)
-            _fsync_directory(self.spool_dir)
+            self._spool.write(json.dumps([type(event).__name__, asdict(event)]) for event in batch)
         except (OSError, TypeError) as error:
-            with contextlib.suppress(OSError):
-                unfinished.unlink()
             log.error("ledger spool can't be written waiting=%d: %s", len(batch), error)
             return False
         self.num_spooled += len(batch)
         return True
 
-    def _import(self, segment: Path) -> None:
-        known = self._db.execute("SELECT 1 FROM spool_imported WHERE name = ?", [segment.name]).fetchone()
-        if known is None:
+    def _import(self, file: Path) -> None:
+        if self._db.execute("SELECT 1 FROM spool_imported WHERE name = ?", [file.name]).fetchone() is None:
             try:
-                batch = [_parse(line) for line in segment.read_text().splitlines()]
+                batch = [_parse(line) for line in file.read_text().splitlines()]
             except (ValueError, KeyError, TypeError) as error:
-                log.error("ledger spool file is damaged and set aside file=%s: %s", segment.name, error)
-                segment.rename(segment.with_suffix(".damaged"))
+                log.error("ledger spool file is damaged and set aside file=%s: %s", file.name, error)
+                self._spool.set_aside(file)
                 return
-            self._apply(batch, segment.name)
-        segment.unlink(missing_ok=True)
+            self._apply(batch, file.name)
+        self._spool.remove(file)
 
 
 def _open(path: Path, lock_timeout_s: float) -> Database:
@@ -374,11 +356,13 @@ def _open(path: Path, lock_timeout_s: float) -> Database:
     version = db.execute("PRAGMA user_version").fetchone()[0]
     if version > SCHEMA_VERSION:
         raise sqlite3.DatabaseError(f"{path} was written by a newer mmserve (schema {version}, this one knows {SCHEMA_VERSION})")
-    for statement in _TABLES:
-        db.execute(statement)
-    for table, columns in _INDEXES:
-        db.table(table).create_index(columns, if_not_exists=True)
-    db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+    if version < SCHEMA_VERSION:  # else nothing is written, so that a locked database can be opened
+        with db.atomic():
+            for statement in _TABLES:
+                db.execute(statement)
+            for table, columns in _INDEXES:
+                db.table(table).create_index(columns, if_not_exists=True)
+            db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
     return db
 
 
@@ -387,11 +371,3 @@ def _parse(line: str) -> Event:
     kind: Any = _EVENTS[name]
     event: Event = kind(**fields)
     return event
-
-
-def _fsync_directory(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -1,0 +1,1 @@
+"""Model code and weights.  Basement: runs in worker processes only."""

@@ -1,0 +1,129 @@
+"""`mmserve serve`: the engine and its HTTP door in one process, until a signal."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+from rich.console import Console
+
+from mmserve.cli.banner import banner
+from mmserve.cli.settings import add_settings, read_settings
+from mmserve.config import Config, ConfigError
+from mmserve.gateway.face import EngineFace
+from mmserve.gateway.guard import check_binding
+from mmserve.gateway.server import LINGER_S, Gateway
+
+HELP = "serve a model over HTTP (the default command)"
+_log = logging.getLogger(__name__)
+_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
+_START_EXIT_S = 4.0  # how long a half-started engine gets to stop
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_settings(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status 0 after a clean end, 1 if the server could not start, 2 for a wrong setting."""
+    console = Console(stderr=True, highlight=False)
+    try:
+        config = read_settings(args)
+        check_binding(config.server)
+        logging.basicConfig(
+            level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
+        )
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(_main(config, console))
+    except ConfigError as error:
+        console.print(f"[bold red]mmserve:[/] {error.message}")
+        return 2
+    except OSError as error:
+        console.print(f"[bold red]mmserve:[/] {error.strerror or error}")
+        return 1
+
+
+async def _main(config: Config, console: Console) -> int:
+    from mmserve.engine import AsyncEngine  # not needed to refuse a wrong flag
+
+    return await serve(AsyncEngine(config), config, console)
+
+
+async def serve(engine: EngineFace, config: Config, console: Console) -> int:
+    """Bind, start the engine, open, wait for a signal, drain.  A second signal hurries."""
+    gateway = Gateway(engine, config)
+    signals = _Signals(gateway.hurry)
+    began_s = time.monotonic()
+    try:
+        await gateway.bind()
+        _log.info("url=%s loading model=%s", gateway.url, engine.composition.name)
+        with console.status(f"loading {engine.composition.name} ..."):
+            if not await _start(engine, signals):
+                return 0
+        gateway.open()
+        _log.info("url=%s ready start_s=%.1f", gateway.url, time.monotonic() - began_s)
+        console.print(banner(gateway.url, engine.composition, config))
+        received = await signals.first()
+        _log.info("signal=%s draining timeout_s=%g", received.name, config.server.shutdown_timeout)
+        await gateway.drain(linger_s=LINGER_S if received is signal.SIGTERM else 0.0)
+        return 0
+    finally:
+        await gateway.close()
+        await engine.close()
+        signals.close()
+
+
+async def _start(engine: EngineFace, signals: _Signals) -> bool:
+    """False if a signal came first."""
+    starting = asyncio.create_task(engine.start())
+    stopping = asyncio.create_task(signals.first())
+    try:
+        await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()
+            return True
+        starting.cancel()
+        with contextlib.suppress(asyncio.CancelledError, TimeoutError):
+            async with asyncio.timeout(_START_EXIT_S):
+                await starting
+        return False
+    finally:
+        stopping.cancel()
+
+
+class _Signals:
+    """SIGINT and SIGTERM as something to wait for.  The second and later ones call `hurry`."""
+
+    def __init__(self, hurry: Callable[[], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._first: asyncio.Future[signal.Signals] = self._loop.create_future()
+        self._hurry = hurry
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._loop.add_signal_handler(number, self._receive, number)
+
+    async def first(self) -> signal.Signals:
+        return await asyncio.shield(self._first)
+
+    def close(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._loop.remove_signal_handler(number)
+
+    def _receive(self, number: signal.Signals) -> None:
+        if self._first.done():
+            self._hurry()
+        else:
+            self._first.set_result(number)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop

@@ -1,0 +1,46 @@
+"""`/v1/completions`: text in, text on.  The old schema, for the clients that still speak it."""
+
+from __future__ import annotations
+
+from mmserve.errors import BadRequest
+from mmserve.gateway.call import HARMLESS, Bounds, Call, Caller, parse_common
+from mmserve.gateway.fields import Fields
+from mmserve.gateway.json_body import parse_object
+from mmserve.request import ChatRequest, Message
+
+_DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+
+def parse_completion(data: bytes, bounds: Bounds, caller: Caller) -> Call:
+    """Raises BadRequest naming the field."""
+    fields = Fields(parse_object(data))
+    prompt = _prompt(fields)
+    common = parse_common(fields, bounds, logprobs=fields.integer("logprobs"), default_max_tokens=_DEFAULT_MAX_TOKENS)
+    fields.only("echo", [False], "answers don't repeat their prompt")
+    fields.only("suffix", [""], "the models here don't fill in the middle")
+    fields.only("best_of", [common.sampling.n], "it must equal n")
+    fields.only("response_format", [{"type": "text"}], "answers are free text")
+    fields.ignore(HARMLESS)
+    fields.done()
+    request = ChatRequest(
+        messages=(Message("user", (prompt,)),),
+        sampling=common.sampling,
+        model=common.model,
+        priority=common.priority,
+        cache_salt=common.cache_salt,
+        tenant=caller.tenant,
+        request_id=caller.request_id,
+        raw_prompt=True,
+    )
+    return Call(request, common.stream, common.include_usage, common.explain)
+
+
+def _prompt(fields: Fields) -> str:
+    value = fields.required("prompt", fields.take("prompt"))
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if not isinstance(value, str):
+        raise BadRequest("prompt must be one string: no token ids, and one prompt a request", param="prompt")
+    if not value:
+        raise BadRequest("prompt must not be empty", param="prompt")
+    return value

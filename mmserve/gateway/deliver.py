@@ -1,0 +1,116 @@
+"""From an accepted generation to bytes at the client: one object, or a stream.  A client that leaves cancels its generation.
+
+A stream's headers wait for its first token (or `keep_alive_s`), so that a picture that can't be decoded is an HTTP 422 there, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator
+from typing import Self
+
+import orjson
+from aiohttp import web
+
+from mmserve.errors import MmserveError
+from mmserve.gateway.answer import Answer, Choice, Schema, collect, server_timing
+from mmserve.gateway.call import Call
+from mmserve.gateway.sse import DONE, EventStream, event
+from mmserve.gateway.state import ServerState
+from mmserve.token_stream import Delta, Generation
+
+_log = logging.getLogger(__name__)
+
+
+async def deliver(request: web.Request, call: Call, schema: Schema, state: ServerState) -> web.StreamResponse:
+    """Raises MmserveError if nothing was sent yet; after that errors go into the stream."""
+    generation = await state.engine.submit(call.request)
+    with state.hold(generation):
+        answer = Answer(
+            generation,
+            schema,
+            model=state.shown_model(call.request.model),
+            usage_in_chunks=call.include_usage,
+            explain=call.explain,
+        )
+        send = _send_stream if call.stream else _send_whole
+        return await send(request, call, generation, answer, state)
+
+
+async def _send_whole(request: web.Request, call: Call, generation: Generation, answer: Answer, state: ServerState) -> web.StreamResponse:
+    choices = [Choice() for _ in range(call.request.sampling.n)]
+    async for delta in generation:
+        collect(choices, [delta, *generation.drain_ready()])
+    if any(choice.finish_reason is None for choice in choices):
+        raise state.ended_early()
+    return web.Response(body=orjson.dumps(answer.whole(choices)), content_type="application/json", headers=_headers(generation))
+
+
+async def _send_stream(request: web.Request, call: Call, generation: Generation, answer: Answer, state: ServerState) -> web.StreamResponse:
+    keep_alive_s = state.config.server.keep_alive_s
+    async with _Batches(generation) as batches:
+        await batches.wait_first(keep_alive_s)
+        async with EventStream(request, _headers(generation), keep_alive_s=keep_alive_s) as stream:
+            num_open = call.request.sampling.n
+            try:
+                while deltas := await batches.next():
+                    num_open -= sum(1 for delta in deltas if delta.finish_reason is not None)
+                    await stream.send(answer.events(deltas))
+                if num_open > 0:
+                    raise state.ended_early()
+                await stream.send(answer.closing())
+            except ConnectionError:
+                raise
+            except MmserveError as error:
+                await stream.send(event(error.body()))
+            except Exception:
+                _log.exception("request_id=%s failed in its stream", generation.request_id)
+                await stream.send(event(MmserveError("internal error").body()))
+            await stream.send(DONE)
+        return stream.response
+
+
+class _Batches:
+    """All deltas that wait, again and again.  The first can be waited for with a limit, without losing it."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self._iterator = aiter(generation)
+        self._first: asyncio.Task[Delta | None] | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._first is not None:
+            self._first.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._first
+        if isinstance(self._iterator, AsyncGenerator):
+            await self._iterator.aclose()
+
+    async def wait_first(self, timeout_s: float) -> None:
+        """Until there is something to send, but at most `timeout_s`.  Raises what the generation raises before its first delta."""
+        self._first = asyncio.create_task(self._step())
+        await asyncio.wait({self._first}, timeout=timeout_s)
+        if self._first.done():
+            self._first.result()
+
+    async def next(self) -> list[Delta]:
+        """Empty at the end."""
+        first, self._first = self._first, None
+        delta = await (self._step() if first is None else first)
+        return [] if delta is None else [delta, *self._generation.drain_ready()]
+
+    async def _step(self) -> Delta | None:
+        return await anext(self._iterator, None)
+
+
+def _headers(generation: Generation) -> dict[str, str]:
+    """Who answers and why, and the time each stage has taken so far."""
+    headers = {"x-mmserve-model": generation.model, "x-mmserve-route-reason": generation.route_reason}
+    if generation.timings:
+        headers["Server-Timing"] = server_timing(generation.timings)
+    return headers

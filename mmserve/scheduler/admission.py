@@ -1,0 +1,40 @@
+"""Whether a request is taken at all, decided from counts alone, before anything is decoded, encoded or queued."""
+
+from __future__ import annotations
+
+from mmserve.errors import BadRequest, ContextLengthExceeded, Overloaded, TooLarge
+
+
+class Admission:
+    """The door of one decoder whose KV cache has `num_blocks` blocks."""
+
+    def __init__(self, max_model_len: int, num_blocks: int, block_size: int, max_num_queued: int) -> None:
+        self._max_model_len = max_model_len
+        self._capacity = num_blocks * block_size  # tokens
+        self._max_num_queued = max_num_queued
+
+    def check(self, num_prompt: int, max_tokens: int | None, num_sequences: int, num_queued: int) -> int:
+        """How long each of `num_sequences` may become, prompt and answer together, given `num_queued` sequences wait already.
+
+        Raises ContextLengthExceeded, TooLarge (it would not fit even alone) or Overloaded.  Without `max_tokens` an answer may be as
+        long as there is room for, but a prompt must leave room for one token.
+        """
+        if num_prompt < 1:
+            raise BadRequest("the prompt is empty", param="messages")
+        num_answer = 1 if max_tokens is None else max_tokens
+        num_tokens = num_prompt + num_answer
+        if num_tokens > self._max_model_len:
+            raise ContextLengthExceeded(
+                f"the context length is {self._max_model_len} tokens, but {num_tokens} were requested "
+                f"({num_prompt} in the prompt, {num_answer} for the answer)",
+                param="messages" if num_prompt >= self._max_model_len else "max_tokens",
+            )
+        if num_tokens > self._capacity:
+            raise TooLarge(
+                f"the KV cache holds {self._capacity} tokens, but {num_tokens} were requested "
+                f"({num_prompt} in the prompt, {num_answer} for the answer)",
+                param="messages" if num_prompt >= self._capacity else "max_tokens",
+            )
+        if num_queued + num_sequences > self._max_num_queued:
+            raise Overloaded(f"{num_queued} of at most {self._max_num_queued} sequences are waiting")
+        return min(self._max_model_len, self._capacity) if max_tokens is None else num_tokens

@@ -1,0 +1,153 @@
+"""From rows that were chosen to the arrays of a StepPlan.
+
+A decode row costs a few plain integers: numpy enters once, at the end, over the finished arrays.  (Naive numpy per row made planning
+256 sequences ten times slower.)
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence as Rows
+from typing import NamedTuple
+
+import numpy as np
+
+from mmserve.plan import BlockCopy, MediaSlice, RowSampling, StepPlan
+from mmserve.scheduler.sequence import RowsOf, Sequence
+
+_POSITION = RowSampling._fields.index("position")
+
+
+class Row(NamedTuple):
+    """Tokens [start, stop) of a sequence, to be computed in one step."""
+
+    sequence: Sequence
+    start: int
+    stop: int
+
+
+def build_plan(step_id: int, rows: Rows[Row], block_size: int, copies: tuple[BlockCopy, ...], rows_of: RowsOf) -> StepPlan:
+    """Everything one forward pass over `rows` needs.  Rows of media within them must be there."""
+    token_ids, positions, slots = array("i"), array("i"), array("i")
+    query_starts, context_lens = array("i", [0]), array("i")
+    media: list[MediaSlice] = []
+    sampling: list[RowSampling | None] = []
+    for sequence, start, stop in rows:
+        block_ids = sequence.block_table.block_ids
+        if stop == start + 1 and start >= sequence.media_stop:
+            token_ids.append(sequence.token_ids[start])
+            positions.append(start)
+            slots.append(block_ids[start // block_size] * block_size + start % block_size)
+        else:
+            if start < sequence.media_stop:
+                media += _media_slices(sequence, start, stop, len(token_ids), rows_of)
+            token_ids += _ids(sequence, start, stop)
+            positions.extend(range(start, stop))
+            _add_slots(slots, block_ids, start, stop, block_size)
+        query_starts.append(len(token_ids))
+        context_lens.append(stop)
+        sampling.append(_row_sampling(sequence) if stop == len(sequence.token_ids) else None)
+    return StepPlan(
+        step_id=step_id,
+        seq_ids=tuple([row.sequence.seq_id for row in rows]),
+        token_ids=_int32(token_ids),
+        positions=_int32(positions)[np.newaxis],
+        slot_mapping=_int32(slots),
+        query_starts=_int32(query_starts),
+        context_lens=_int32(context_lens),
+        block_tables=_block_tables(rows, block_size),
+        wants_token=np.array([row is not None for row in sampling], np.bool_),
+        sampling=tuple(sampling),
+        copies=copies,
+        media=tuple(media),
+    )
+
+
+def _int32(numbers: array[int]) -> np.ndarray:
+    return np.frombuffer(numbers, np.int32)
+
+
+def _ids(sequence: Sequence, start: int, stop: int) -> array[int]:
+    """Ids of [start, stop), with 0 under media: a placeholder has no row in the embedding table."""
+    ids = sequence.token_ids[start:stop]
+    if start < sequence.media_stop:
+        for span in sequence.spans:
+            first, last = max(span.start, start), min(span.stop, stop)
+            if first < last:
+                ids[first - start : last - start] = array("i", bytes((last - first) * ids.itemsize))
+    return ids
+
+
+def _media_slices(sequence: Sequence, start: int, stop: int, token_start: int, rows_of: RowsOf) -> list[MediaSlice]:
+    slices = []
+    for span in sequence.spans:
+        first, last = max(span.start, start), min(span.stop, stop)
+        if first < last:
+            rows = rows_of(span.key)
+            assert rows is not None, f"sequence {sequence.seq_id}: rows of [{span.start}, {span.stop}) went away"
+            slices.append(MediaSlice(span.key, rows, first - span.start, last - first, token_start + first - start))
+    return slices
+
+
+def _add_slots(slots: array[int], block_ids: array[int], start: int, stop: int, block_size: int) -> None:
+    while start < stop:
+        index, offset = divmod(start, block_size)
+        count = min(block_size - offset, stop - start)
+        first = block_ids[index] * block_size + offset
+        slots.extend(range(first, first + count))
+        start += count
+
+
+def _block_tables(rows: Rows[Row], block_size: int) -> np.ndarray:
+    """int32 [S, B], B what the longest context of this step needs; the rest of a table isn't sent."""
+    num_blocks = [-(-row.stop // block_size) for row in rows]
+    width = max(num_blocks)
+    padding = array("i", bytes(width * array("i").itemsize))
+    tables = array("i")
+    for row, count in zip(rows, num_blocks, strict=True):
+        block_ids = row.sequence.block_table.block_ids
+        tables += block_ids if len(block_ids) == count else block_ids[:count]
+        if count < width:
+            tables += padding[count:]
+    return _int32(tables).reshape(len(rows), width)
+
+
+def _row_sampling(sequence: Sequence) -> RowSampling:
+    """How to draw the token that follows the sequence's last one."""
+    kept = sequence.row_sampling
+    if kept is not None:
+        if kept.temperature == 0:
+            return kept
+        return RowSampling._make((*kept[:_POSITION], len(sequence.token_ids), *kept[_POSITION + 1 :]))  # `_replace`, but faster
+    params = sequence.sampling
+    ids = np.array(sequence.token_ids, np.int32)
+    repeats = params.repetition_penalty != 1
+    penalized = repeats or params.presence_penalty != 0 or params.frequency_penalty != 0
+    banned = sequence.num_output < params.min_tokens
+    sampling = RowSampling(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        seed=sequence.seed,
+        position=len(sequence.token_ids),
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        prompt_ids=_text_ids(sequence, ids) if repeats else None,
+        output_ids=ids[sequence.num_prompt :] if penalized else None,
+        banned_ids=tuple(sorted(sequence.end_token_ids)) if banned else (),
+        logit_bias=dict(params.logit_bias) or None,
+        logprobs=params.logprobs,
+    )
+    if not penalized and not banned:
+        sequence.row_sampling = sampling
+    return sampling
+
+
+def _text_ids(sequence: Sequence, ids: np.ndarray) -> np.ndarray:
+    """The prompt without its media rows: placeholders are no tokens that could be repeated."""
+    is_text = np.ones(sequence.num_prompt, np.bool_)
+    for span in sequence.spans:
+        is_text[span.start : span.stop] = False
+    return ids[: sequence.num_prompt][is_text]

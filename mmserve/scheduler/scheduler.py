@@ -1,0 +1,382 @@
+"""Continuous batching for one replica.  Pure: no torch, no asyncio, no clock.
+
+There are no phases.  A sequence has `num_computed` and `num_tokens`, and every step hands out tokens until the first reaches the
+second: a prompt, a chunk of one, the next token, a resumption after preemption or after a dead worker are all the same thing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from mmserve.errors import NumericalError, OutOfBlocks, Overloaded
+from mmserve.media import MediaSpan
+from mmserve.paged_kv.block_hash import HASH_STRIDE
+from mmserve.paged_kv.kv_cache_manager import BlockTable, KVCacheManager
+from mmserve.plan import SampledToken, StepFailed, StepPlan, StepResult
+from mmserve.request import FinishReason
+from mmserve.scheduler.plan_builder import Row, build_plan
+from mmserve.scheduler.policy import SequenceQueue, running_key, waiting_key
+from mmserve.scheduler.sequence import RowsOf, Sequence, Status
+from mmserve.scheduler.step_budget import StepBudget
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    max_model_len: int  # tokens of one sequence
+    max_num_seqs: int  # sequences in the running set
+    max_num_batched_tokens: int  # tokens in one step
+
+
+@dataclass(frozen=True, slots=True)
+class TokenUpdate:
+    """What a step did to one sequence.  The token that ended it (an end token, if the reason is STOP) is among its ids."""
+
+    sequence: Sequence
+    token: SampledToken | None
+    finish_reason: FinishReason | None = None
+    error: str | None = None  # code, when the reason is ERROR
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The step in flight."""
+
+    step_id: int
+    rows: tuple[Row, ...]
+    copied: frozenset[int]  # seq_ids whose blocks the step's copies were to fill
+
+
+class Scheduler:
+    """Decides what each step computes, and what its result means.  `schedule`, send the plan, `apply` the result, again."""
+
+    def __init__(self, limits: SchedulerLimits, kv: KVCacheManager, rows_of: RowsOf) -> None:
+        self.kv = kv
+        self.num_preemptions = 0
+        self.num_prefix_queries = 0  # tokens of first admissions
+        self.num_prefix_hits = 0  # of those, found computed
+        self.num_late_results = 0
+        self._max_num_tokens = min(limits.max_model_len, kv.capacity)
+        self._rows_of = rows_of
+        self._budget = StepBudget(limits.max_num_batched_tokens, limits.max_num_seqs)
+        self._max_num_stalled = limits.max_num_seqs // 4  # the share of the running set that may wait for media
+        self._sequences: dict[int, Sequence] = {}
+        self._waiting = SequenceQueue()
+        self._running = SequenceQueue()
+        self._num_steps = 0
+        self._step: _Step | None = None
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """What there is to compute before everybody has caught up."""
+        return sum(len(sequence.token_ids) - sequence.num_computed for sequence in self._sequences.values())
+
+    @property
+    def kv_usage(self) -> float:
+        return self.kv.usage
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence, or one evacuated from another replica.  Admission has made sure that it can ever fit."""
+        assert sequence.seq_id not in self._sequences, f"sequence {sequence.seq_id} added twice"
+        assert 0 < sequence.num_tokens <= self._max_num_tokens, f"{sequence.num_tokens} tokens never fit {self._max_num_tokens}"
+        sequence.max_total_tokens = min(sequence.max_total_tokens, self._max_num_tokens)
+        sequence.extend_hashes()
+        self._sequences[sequence.seq_id] = sequence
+        self._enqueue(sequence)
+
+    def abort(self, seq_id: int) -> None:
+        """The client left.  Blocks are free at once, or when the step in flight lands; an unknown id is ignored."""
+        self.finish(seq_id, FinishReason.CANCELLED)
+
+    def finish(self, seq_id: int, reason: FinishReason) -> None:
+        """End a sequence from outside (a stop string was seen), also while a step computes it.  An unknown id is ignored."""
+        sequence = self._sequences.get(seq_id)
+        if sequence is not None:
+            self._end(sequence, reason)
+
+    def schedule(self, now_s: float) -> StepPlan | None:
+        """The next step, or None if there is nothing that can be computed now."""
+        assert self._step is None, "one step at a time"
+        rows: list[Row] = []
+        budget = self._schedule_running(rows, self._budget.num_tokens)
+        self._schedule_waiting(rows, budget, now_s)
+        return self._launch(rows) if rows else None
+
+    def apply(self, result: StepResult, now_s: float) -> list[TokenUpdate]:
+        """Take in what a step computed.  A late result, of a step nobody waits for, changes nothing."""
+        step = self._land(result.step_id)
+        if step is None:
+            return []
+        self._budget.recover()
+        failed = frozenset(result.failed_rows)
+        updates: list[TokenUpdate] = []
+        for index, ((sequence, start, stop), token) in enumerate(zip(step.rows, result.tokens, strict=True)):
+            if sequence.status is not Status.RUNNING:
+                continue  # aborted meanwhile
+            assert sequence.num_computed == start, f"sequence {sequence.seq_id} moved from {start} to {sequence.num_computed}"
+            wants_token = stop == len(sequence.token_ids)
+            if index in failed or (wants_token and token is None):
+                self.kv.withdraw(sequence.block_table)
+                updates.append(self._fail(sequence, NumericalError.code))
+                continue
+            sequence.num_computed = stop
+            reason = None
+            if wants_token and token is not None:
+                if sequence.first_token_s is None:
+                    sequence.first_token_s = now_s
+                reason = sequence.append(token.token_id)
+                updates.append(TokenUpdate(sequence, token, reason))
+            if stop // HASH_STRIDE > sequence.block_table.num_published:
+                self.kv.publish(sequence.block_table, sequence.extend_hashes(), stop)
+            if reason is not None:
+                self._end(sequence, reason)
+        return updates
+
+    def step_failed(self, failure: StepFailed) -> list[TokenUpdate]:
+        """The device ran out of memory: try again with less.  Fails a sequence only if a step can't be made any smaller."""
+        step = self._land(failure.step_id)
+        if step is None:
+            return []
+        rows = [row for row in step.rows if row.sequence.status is Status.RUNNING]
+        for row in rows:
+            if row.sequence.seq_id in step.copied:
+                self._requeue(row.sequence)  # what it shares was to be copied by this step
+        num_tokens = sum(row.stop - row.start for row in step.rows)
+        if not self._budget.shrink(num_tokens, len(step.rows)):
+            return [self._fail(row.sequence, Overloaded.code) for row in rows]
+        while len(self._running) > self._budget.num_rows:
+            self._preempt(self._running[-1])
+        return []
+
+    def evacuate(self) -> list[Sequence]:
+        """The worker is gone, and every byte of KV with it.  Hands over all sequences as if they had never been computed, tokens kept."""
+        aboard = {row.sequence.seq_id for row in self._step.rows} if self._step is not None else set()
+        if self._step is not None:
+            self._land(self._step.step_id)
+        orphans = sorted(self._sequences.values(), key=running_key)
+        for sequence in orphans:
+            sequence.num_worker_deaths += sequence.seq_id in aboard
+            self._leave_queue(sequence)
+            self._reset(sequence)
+        self._sequences.clear()
+        return orphans
+
+    def wanted_media(self) -> list[tuple[Sequence, MediaSpan]]:
+        """Spans that are needed and whose rows are not there, most urgent first.  What a prefix hit covers is not needed."""
+        wanted: list[tuple[Sequence, MediaSpan]] = []
+        for sequence in self._running:
+            if sequence.num_computed < sequence.media_stop:
+                wanted += self._wanted_by(sequence, sequence.num_computed)
+        for sequence in self._waiting:
+            missing = self._first_missing(sequence)
+            if missing is not None:
+                wanted += self._wanted_by(sequence, missing.start)
+        return wanted
+
+    def match(self, sequence: Sequence) -> int:
+        """Tokens of a sequence that would be found in this replica's prefix cache just now."""
+        return self.kv.match(sequence.extend_hashes(), sequence.num_tokens)
+
+    def check(self) -> None:
+        """The books agree with each other: queues, statuses, tables, reference counts."""
+        assert len(self._running) + len(self._waiting) == len(self._sequences)
+        for sequence in self._running:
+            assert sequence.status is Status.RUNNING
+            assert sequence.num_computed < sequence.num_tokens
+            held = len(sequence.block_table.block_ids)
+            assert held >= self.kv.num_blocks_for(sequence.num_computed), f"sequence {sequence.seq_id} computed beyond its {held} blocks"
+        for sequence in self._waiting:
+            assert sequence.status is Status.WAITING
+            assert sequence.num_computed == 0
+            assert not sequence.block_table.block_ids
+        self.kv.check(self._tables())
+
+    def _schedule_running(self, rows: list[Row], budget: int) -> int:
+        """Decodes first: everybody who needs one token gets it.  Then those who have more to catch up on, in order."""
+        catching_up: list[Sequence] = []
+        index = 0
+        while index < len(self._running) and budget > 0:  # preemption shortens the queue from its end
+            sequence = self._running[index]
+            index += 1
+            start = sequence.num_computed
+            if start + 1 < len(sequence.token_ids) or start < sequence.media_stop:
+                catching_up.append(sequence)
+            elif self._grow(sequence):
+                rows.append(Row(sequence, start, start + 1))
+                budget -= 1
+        for sequence in catching_up:
+            stop = self._stop_of_range(sequence, budget)
+            if stop > sequence.num_computed:
+                rows.append(Row(sequence, sequence.num_computed, stop))
+                budget -= stop - sequence.num_computed
+        return budget
+
+    def _schedule_waiting(self, rows: list[Row], budget: int, now_s: float) -> None:
+        """Admit, in order, who can start now.  Who lacks blocks holds up the rest, or small ones would overtake it for ever."""
+        if not self._waiting:
+            return
+        under_way = {self._uncached_stride(sequence, sequence.num_computed) for sequence in self._running}
+        num_stalled = sum(sequence.missing_span(sequence.num_computed, self._rows_of) is not None for sequence in self._running)
+        headroom = self._headroom() if rows else 0
+        index = 0
+        while index < len(self._waiting) and budget > 0 and len(self._running) < self._budget.num_rows:
+            sequence = self._waiting[index]
+            missing = self._first_missing(sequence)
+            if self._must_wait(sequence, missing, num_stalled, under_way):
+                index += 1
+            elif self._admit(sequence, headroom, now_s):
+                start, stop = sequence.num_computed, self._stop_of_range(sequence, budget)
+                rows.append(Row(sequence, start, stop))
+                budget -= stop - start
+                under_way.add(self._uncached_stride(sequence, start))
+                num_stalled += missing is not None
+                headroom += 1
+            elif missing is not None:
+                index += 1  # no room to start early; its turn comes with its media
+            elif not rows and self._running:
+                # Nobody can run: all who hold blocks wait for media.  The youngest makes room for one that doesn't.
+                self._preempt(self._running[-1])
+                self._schedule_waiting(rows, budget, now_s)
+                return
+            else:
+                return
+
+    def _must_wait(self, sequence: Sequence, missing: MediaSpan | None, num_stalled: int, under_way: set[bytes | None]) -> bool:
+        """Whether a waiting sequence, `missing` that span, has nothing to compute now or had better not."""
+        # What comes before media that aren't there may be computed early, but not so as to keep others from running, and not twice.
+        if missing is not None and (num_stalled >= self._max_num_stalled or sequence.num_preemptions > 0):
+            return True
+        num_cached = self.match(sequence)
+        if missing is not None and missing.start <= num_cached:
+            return True
+        # What a running sequence computes just now will be shared.
+        stride = self._uncached_stride(sequence, num_cached)
+        return stride is not None and stride in under_way
+
+    def _first_missing(self, sequence: Sequence) -> MediaSpan | None:
+        """The first span of a waiting sequence that is needed and whose rows are not there."""
+        missing = sequence.missing_span(0, self._rows_of)
+        if missing is None or not self._is_cached(sequence, missing.stop - 1):
+            return missing
+        return sequence.missing_span(self.match(sequence), self._rows_of)
+
+    def _is_cached(self, sequence: Sequence, position: int) -> bool:
+        """Whether the stride of that token is in the prefix cache.  If not, no prefix hit reaches beyond it."""
+        index = position // HASH_STRIDE
+        return index < len(sequence.block_hashes) and self.kv.is_cached(sequence.block_hashes[index])
+
+    def _stop_of_range(self, sequence: Sequence, budget: int) -> int:
+        """Where this step must stop: at the budget's end, at media that aren't there, or when it has caught up."""
+        start = sequence.num_computed
+        missing = sequence.missing_span(start, self._rows_of)
+        stop = len(sequence.token_ids) if missing is None else max(missing.start, start)
+        return min(stop, start + budget)
+
+    def _uncached_stride(self, sequence: Sequence, num_computed: int) -> bytes | None:
+        """The stride that comes next, if it is one that could be shared and isn't in the cache."""
+        if not self.kv.enable_prefix_caching:
+            return None
+        index = num_computed // HASH_STRIDE
+        if index >= len(sequence.block_hashes) or self.kv.is_cached(sequence.block_hashes[index]):
+            return None
+        return sequence.block_hashes[index]
+
+    def _headroom(self) -> int:
+        """Blocks that running sequences will take within a stride: not to be given to new ones."""
+        block_size = self.kv.block_size
+        return sum(len(sequence.block_table.block_ids) * block_size < len(sequence.token_ids) + HASH_STRIDE for sequence in self._running)
+
+    def _admit(self, sequence: Sequence, headroom: int, now_s: float) -> bool:
+        """Blocks for all the tokens it has, or for none."""
+        try:
+            num_cached = self.kv.allocate(sequence.block_table, sequence.block_hashes, sequence.num_tokens, headroom=headroom)
+        except OutOfBlocks:
+            return False
+        self._waiting.remove(sequence)
+        self._running.add(sequence, running_key(sequence))
+        sequence.status = Status.RUNNING
+        sequence.num_computed = num_cached
+        if sequence.first_step_s is None:
+            sequence.first_step_s = now_s
+            sequence.num_cached_tokens = num_cached
+            self.num_prefix_queries += sequence.num_tokens
+            self.num_prefix_hits += num_cached
+        return True
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Room for all its tokens, if need be by preempting who comes last.  False if that was the sequence itself."""
+        while True:
+            try:
+                self.kv.grow(sequence.block_table, len(sequence.token_ids))
+            except OutOfBlocks:
+                assert len(self._running) > 1, f"sequence {sequence.seq_id} is alone and does not fit"
+                victim = self._running[-1]
+                self._preempt(victim)
+                if victim is sequence:
+                    return False
+            else:
+                return True
+
+    def _launch(self, rows: list[Row]) -> StepPlan:
+        self._num_steps += 1
+        copies = self.kv.begin_step(self._num_steps)
+        targets = {copy.target for copy in copies}
+        copied = (row.sequence for row in rows if targets and not targets.isdisjoint(row.sequence.block_table.block_ids))
+        self._step = _Step(self._num_steps, tuple(rows), frozenset(sequence.seq_id for sequence in copied))
+        return build_plan(self._num_steps, rows, self.kv.block_size, copies, self._rows_of)
+
+    def _land(self, step_id: int) -> _Step | None:
+        step = self._step
+        if step is None or step.step_id != step_id:
+            self.num_late_results += 1
+            return None
+        self._step = None
+        self.kv.end_step(step_id)
+        return step
+
+    def _preempt(self, sequence: Sequence) -> None:
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        self._requeue(sequence)
+
+    def _requeue(self, sequence: Sequence) -> None:
+        self._leave_queue(sequence)
+        self._reset(sequence)
+        self._enqueue(sequence)
+
+    def _fail(self, sequence: Sequence, code: str) -> TokenUpdate:
+        self._end(sequence, FinishReason.ERROR)
+        return TokenUpdate(sequence, None, FinishReason.ERROR, code)
+
+    def _end(self, sequence: Sequence, reason: FinishReason) -> None:
+        self._leave_queue(sequence)
+        del self._sequences[sequence.seq_id]
+        self._reset(sequence)
+        sequence.status = Status.FINISHED
+        sequence.finish_reason = reason
+
+    def _reset(self, sequence: Sequence) -> None:
+        self.kv.release(sequence.block_table)
+        sequence.num_computed = 0
+        sequence.status = Status.WAITING
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        self._waiting.add(sequence, waiting_key(sequence, sequence.num_tokens - self.match(sequence)))
+
+    def _leave_queue(self, sequence: Sequence) -> None:
+        queue = self._running if sequence.status is Status.RUNNING else self._waiting
+        queue.remove(sequence)
+
+    def _wanted_by(self, sequence: Sequence, num_computed: int) -> list[tuple[Sequence, MediaSpan]]:
+        return [(sequence, span) for span in sequence.spans if span.stop > num_computed and self._rows_of(span.key) is None]
+
+    def _tables(self) -> Iterable[BlockTable]:
+        return (sequence.block_table for sequence in self._sequences.values())

@@ -1,0 +1,278 @@
+"""Joins towers and decoder: distils projectors onto the ideal tokens, then tunes decoder and projectors on real features.
+
+The same for the large decoder, which starts as the small one with layers that do nothing yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+from rich.progress import Progress, track
+from torch import nn
+
+from scripts.tiny import tokenizer as tokens
+from scripts.tiny.batch import Batch, Outcome, collate, forward
+from scripts.tiny.decoder import (
+    CHECKPOINT_S,
+    LARGE_LAYERS,
+    SMALL_LAYERS,
+    Embedder,
+    Learner,
+    SymbolicSource,
+    Tally,
+    embed_groups,
+    optimizers,
+    set_share,
+)
+from scripts.tiny.projector import Projector
+from scripts.tiny.real import AudioPool, RealFrames, RealPatches, RealSource, VisionPool, held_out_pools, train_pools
+from scripts.tiny.rows import RowMaker, Slot
+from scripts.tiny.symbolic import NUM_PATCHES
+
+SEED = 40
+WEIGHTS = {"single": 0.22, "pair": 0.28, "audio": 0.1, "spoken": 0.24, "both": 0.1, "text": 0.06}
+SYMBOLIC_SHARE = 0.2  # of the batches
+NUM_SYMBOLIC = (24, 64)
+DISTIL_STEPS = 1200
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A share of the tuning: how many patches of a picture are kept, and rows to a batch."""
+
+    share: float
+    num_patches: tuple[int, int]
+    rows: int
+
+
+PHASES = (Phase(0.45, (90, 160), 8), Phase(0.3, (160, 320), 6), Phase(0.25, (NUM_PATCHES, NUM_PATCHES), 3))
+
+
+class Joined(Learner):
+    """A decoder, its ideal tokens and its two projectors."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(tokens.train(), num_layers)
+        self.vision_projector, self.audio_projector = Projector(), Projector()
+        self.source: RealSource | None = None
+
+    def embed(self, words: torch.Tensor, slots: Sequence[Slot]) -> torch.Tensor:
+        return embed_groups(slots, self.embedders(words))
+
+    def embedders(self, words: torch.Tensor) -> dict[type, Embedder]:
+        source = self.source
+        if source is None:
+            return super().embedders(words)
+        return super().embedders(words) | {
+            RealPatches: lambda payloads: self.vision_projector(source.vision_features(payloads)),
+            RealFrames: lambda payloads: self.audio_projector(source.audio_features(payloads)),
+        }
+
+
+# --- projectors --------------------------------------------------------------------------------------------------------------
+
+
+def distil(joined: Joined, pictures: VisionPool, clips: AudioPool) -> tuple[float, float]:
+    """Teach both projectors the ideal tokens; return the share of their variance that is left unexplained (vision, audio)."""
+    words = joined.decoder.model.embed_tokens.weight.detach()
+    generator = random.Random(SEED)
+
+    def some_patches() -> tuple[torch.Tensor, torch.Tensor]:
+        features, targets = [], []
+        for _ in range(24):
+            index = generator.randrange(len(pictures.scenes))
+            labels = pictures.labels(index)
+            things = labels.kind.nonzero()[0]
+            kept = [*generator.choices(things.tolist(), k=48), *generator.sample(range(NUM_PATCHES), 48)]
+            features.append(torch.from_numpy(pictures.features[index][kept]).float())
+            targets.append(joined.ideal.vision_rows(words, [labels])[kept])
+        return torch.cat(features), torch.cat(targets)
+
+    def some_frames() -> tuple[torch.Tensor, torch.Tensor]:
+        indices = [generator.randrange(len(clips.utterances)) for _ in range(32)]
+        features = torch.cat([torch.from_numpy(clips.features[i]).float() for i in indices])
+        return features, joined.ideal.audio_rows(words, [clips.labels(i) for i in indices])
+
+    return _distil_one(joined.vision_projector, some_patches, "vision"), _distil_one(joined.audio_projector, some_frames, "audio")
+
+
+def _distil_one(projector: Projector, draw: Callable[[], tuple[torch.Tensor, torch.Tensor]], name: str) -> float:
+    with torch.no_grad():
+        features = torch.cat([draw()[0] for _ in range(8)])
+        mean, scale = features.mean(0), features.std(0) + 1e-4
+        projector.linear_1.weight.mul_(2.0 / scale)  # features come in any size: start from whitened ones
+        projector.linear_1.bias.sub_(projector.linear_1.weight @ mean)
+        projector.linear_2.weight.mul_(0.1)
+    opt = torch.optim.AdamW(projector.parameters(), lr=2e-3, betas=(0.9, 0.98), weight_decay=0.0)
+    left = 1.0
+    for step in track(range(DISTIL_STEPS), description=f"distil {name}"):
+        opt.param_groups[0]["lr"] = 2e-3 * min(1.0, (step + 1) / 50) * (1 - step / DISTIL_STEPS)
+        with torch.no_grad():
+            features, targets = draw()
+        error = (projector(features) - targets).square().mean()
+        loss = error / targets.var(0).mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad(set_to_none=True)
+        left = 0.95 * left + 0.05 * loss.item()
+    return left
+
+
+# --- tuning ------------------------------------------------------------------------------------------------------------------
+
+
+def tune(joined: Joined, pictures: VisionPool, clips: AudioPool, out_dir: Path, num_questions: int, max_minutes: float, lr: float) -> None:
+    """Until `num_questions` were seen or the time is over; the learning rate falls to zero with whichever is sooner."""
+    opts = optimizers(joined, joined.decoder, lr)
+    base = [opt.param_groups[0]["lr"] for opt in opts]
+    checkpoint = out_dir / "checkpoint.pt"
+    step, num_seen, spent_s = 0, 0, 0.0
+    if checkpoint.exists():
+        state = torch.load(checkpoint, weights_only=True)
+        joined.load_state_dict(state["joined"])
+        for opt, kept in zip(opts, state["optimizers"], strict=True):
+            opt.load_state_dict(kept)
+        step, num_seen, spent_s = state["step"], state["seen"], state["spent_s"]
+    tally = Tally()
+    clock = time.monotonic()
+    saved_at = logged_at = clock
+    with Progress() as progress:
+        bar = progress.add_task(f"tune {out_dir.name}", total=1.0)
+        while True:
+            now = time.monotonic()
+            spent_s, clock = spent_s + now - clock, now
+            done = max(num_seen / num_questions, spent_s / (60 * max_minutes))
+            if now - saved_at > CHECKPOINT_S or done >= 1:
+                saved_at = now
+                optimizer_states = [opt.state_dict() for opt in opts]
+                state = {"joined": joined.state_dict(), "optimizers": optimizer_states, "step": step, "seen": num_seen, "spent_s": spent_s}
+                torch.save(state, checkpoint.with_suffix(".new"))
+                checkpoint.with_suffix(".new").replace(checkpoint)
+            if done >= 1:
+                break
+            set_share(opts, base, min(1.0, (step + 1) / 50) * min(1.0, (1 - done) / 0.6))
+            batch, is_real = _draw(joined, pictures, clips, done, random.Random(SEED * 10_000_000 + step))
+            outcome: Outcome = joined(batch)
+            outcome.loss.backward()
+            nn.utils.clip_grad_norm_(joined.parameters(), 1.0)
+            for opt in opts:
+                opt.step()
+                opt.zero_grad(set_to_none=True)
+            if is_real:
+                tally.add(batch, outcome)
+            step += 1
+            num_seen += len(outcome.right)
+            progress.update(bar, completed=done)
+            if now - logged_at > 30 and not progress.console.is_terminal:
+                logged_at = now
+                print(f"{time.strftime('%H:%M:%S')} {out_dir.name} done={done:.2f} step={step} seen={num_seen} {tally}", flush=True)
+
+
+def _draw(joined: Joined, pictures: VisionPool, clips: AudioPool, done: float, rng: random.Random) -> tuple[Batch, bool]:
+    phase = _phase(done)
+    what = rng.choices(tuple(WEIGHTS), tuple(WEIGHTS.values()))[0]
+    real = RealSource(pictures, clips, phase.num_patches)
+    joined.source = real
+    is_real = rng.random() >= SYMBOLIC_SHARE
+    maker = RowMaker(joined.tokenizer, real if is_real else SymbolicSource(NUM_SYMBOLIC), num_questions=10)
+    num_rows = phase.rows if is_real and what not in ("audio", "text") else 10
+    return collate([maker.make(rng, what) for _ in range(num_rows)]), is_real
+
+
+def _phase(done: float) -> Phase:
+    for phase in PHASES:
+        if done < phase.share:
+            return phase
+        done -= phase.share
+    return PHASES[-1]
+
+
+@torch.no_grad()
+def evaluate(joined: Joined, pictures: VisionPool, clips: AudioPool, num_batches: int = 40) -> Tally:
+    """Answers right word for word, on held-out pools and with all patches."""
+    joined.source = source = RealSource(pictures, clips, (NUM_PATCHES, NUM_PATCHES))
+    maker = RowMaker(joined.tokenizer, source, num_questions=10)
+    rng, tally = random.Random(2**30 + SEED), Tally(decay=1.0)
+    for number in range(num_batches):
+        what = tuple(WEIGHTS)[number % len(WEIGHTS)]
+        batch = collate([maker.make(rng, what) for _ in range(4)])
+        tally.add(batch, forward(joined.decoder, None, batch, joined.embed))
+    return tally
+
+
+def grow(small: Joined, num_layers: int = LARGE_LAYERS) -> Joined:
+    """A deeper copy that computes the same: before each layer a new one, whose outputs are zero so far."""
+    large = Joined(num_layers)
+    rest = {k: v for k, v in small.state_dict().items() if ".layers." not in k}
+    large.load_state_dict(rest, strict=False)
+    old = small.decoder.model.layers
+    stride = num_layers // len(old)
+    for index, layer in enumerate(large.decoder.model.layers):
+        if index % stride == stride - 1:
+            layer.load_state_dict(old[index // stride].state_dict())
+        else:
+            nn.init.zeros_(layer.self_attn.o_proj.weight)
+            nn.init.zeros_(layer.mlp.down_proj.weight)
+    return large
+
+
+def load(path: Path, num_layers: int) -> Joined:
+    joined = Joined(num_layers)
+    joined.load_state_dict(torch.load(path, weights_only=True)["joined"])
+    return joined.eval()
+
+
+def train(
+    out_dir: Path,
+    decoder_dir: Path,
+    vision_dir: Path,
+    audio_dir: Path,
+    cache_dir: Path,
+    *,
+    size: str,
+    num_questions: int,
+    max_minutes: float,
+) -> Tally:
+    """Write `out_dir`/checkpoint.pt, whose "joined" is the result; return its held-out scores.  Resumes."""
+    torch.manual_seed(SEED)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    pictures, clips = train_pools(vision_dir, audio_dir, cache_dir)
+    joined = Joined(SMALL_LAYERS)
+    if not (out_dir / "checkpoint.pt").exists():
+        joined.load_state_dict(torch.load(decoder_dir / "learner.pt", weights_only=True), strict=False)
+        left = distil(joined, pictures, clips)
+        print(f"{time.strftime('%H:%M:%S')} distilled, unexplained variance: vision {left[0]:.3f}, audio {left[1]:.3f}", flush=True)
+    if size == "large":
+        joined = grow(joined)
+    tune(joined, pictures, clips, out_dir, num_questions, max_minutes, lr=0.008)
+    return evaluate(joined.eval(), *held_out_pools(vision_dir, audio_dir, cache_dir))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("out", "decoder", "vision", "audio", "cache"):
+        parser.add_argument(f"--{name}", type=Path, required=True)
+    parser.add_argument("--size", choices=("small", "large"), default="small")
+    parser.add_argument("--questions", type=int, default=60_000)
+    parser.add_argument("--max-minutes", type=float, default=15.0)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    tally = train(
+        options.out, options.decoder, options.vision, options.audio, options.cache,
+        size=options.size, num_questions=options.questions, max_minutes=options.max_minutes,
+    )  # fmt: skip
+    print(f"held out: {tally}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""A decode process whose decoder does what it is told by the data: what a bug in a real one would do, on demand."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import numpy as np
+
+from mmserve.encoders import decode_child, image
+from mmserve.media import MediaLimits
+from mmserve.shared_buffer import SharedMemory
+
+
+def run(end: socket.socket, memory: SharedMemory, limits: MediaLimits) -> None:
+    image.decode = _decode  # type: ignore[assignment]
+    decode_child.run(end, memory, limits)
+
+
+def _decode(data: bytes, size: int, limits: MediaLimits | None = None) -> np.ndarray:
+    verb, _, argument = data.decode().partition(":")
+    if verb == "hang":
+        time.sleep(3600)
+    elif verb == "spin":
+        while True:
+            pass
+    elif verb == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    elif verb == "eat":
+        np.ones(2 * 2**30, np.uint8)
+    elif verb == "bug":
+        raise ZeroDivisionError("at 0x7f00dead in /secret/path")
+    elif verb == "write":
+        Path(argument).write_bytes(b"x" * 10)
+    elif verb == "die once":
+        flag = Path(argument)  # made by the test; taken by the first attempt
+        if flag.exists():
+            flag.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+    elif verb == "wait for":
+        deadline = time.monotonic() + 10
+        while not Path(argument).exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    return np.full((size, size, 3), 7, np.uint8)

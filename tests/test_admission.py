@@ -1,0 +1,100 @@
+"""What is refused at the door, with which error and which numbers; and where what is taken goes."""
+
+from __future__ import annotations
+
+import pytest
+
+from mmserve.errors import BadRequest, ContextLengthExceeded, MmserveError, Overloaded, TooLarge
+from mmserve.scheduler.admission import Admission
+from mmserve.scheduler.placement import Candidate, place
+
+ROOMY = Admission(max_model_len=100, num_blocks=20, block_size=16, max_num_queued=10)
+TIGHT = Admission(max_model_len=1000, num_blocks=4, block_size=16, max_num_queued=10)
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "max_tokens", "max_total_tokens"),
+    [(1, 1, 2), (60, 40, 100), (60, None, 100), (99, None, 100), (99, 1, 100)],
+)
+def test_a_request_may_grow_as_long_as_it_asked_for_or_as_there_is_room(num_prompt: int, max_tokens: int | None, max_total_tokens: int):
+    assert ROOMY.check(num_prompt, max_tokens, num_sequences=1, num_queued=0) == max_total_tokens
+
+
+def test_without_max_tokens_an_answer_ends_where_the_cache_does():
+    assert TIGHT.check(20, None, num_sequences=1, num_queued=0) == 64
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "max_tokens", "param", "message"),
+    [
+        (60, 41, "max_tokens", "the context length is 100 tokens, but 101 were requested (60 in the prompt, 41 for the answer)"),
+        (100, None, "messages", "the context length is 100 tokens, but 101 were requested (100 in the prompt, 1 for the answer)"),
+        (5000, 1, "messages", "the context length is 100 tokens, but 5001 were requested (5000 in the prompt, 1 for the answer)"),
+    ],
+)
+def test_beyond_the_context_length_is_refused_with_both_numbers(num_prompt: int, max_tokens: int | None, param: str, message: str):
+    with pytest.raises(ContextLengthExceeded) as caught:
+        ROOMY.check(num_prompt, max_tokens, num_sequences=1, num_queued=0)
+    assert (caught.value.message, caught.value.param, caught.value.status) == (message, param, 400)
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "max_tokens", "param", "message"),
+    [
+        (60, 5, "max_tokens", "the KV cache holds 64 tokens, but 65 were requested (60 in the prompt, 5 for the answer)"),
+        (64, None, "messages", "the KV cache holds 64 tokens, but 65 were requested (64 in the prompt, 1 for the answer)"),
+    ],
+)
+def test_what_could_never_fit_the_cache_is_refused_at_once(num_prompt: int, max_tokens: int | None, param: str, message: str):
+    with pytest.raises(TooLarge) as caught:
+        TIGHT.check(num_prompt, max_tokens, num_sequences=1, num_queued=0)
+    assert (caught.value.message, caught.value.param, caught.value.status) == (message, param, 413)
+
+
+def test_a_full_queue_is_overloaded_and_every_choice_counts():
+    ROOMY.check(10, 10, num_sequences=1, num_queued=9)
+    ROOMY.check(10, 10, num_sequences=10, num_queued=0)
+    for num_sequences, num_queued in [(1, 10), (2, 9), (11, 0)]:
+        with pytest.raises(Overloaded) as caught:
+            ROOMY.check(10, 10, num_sequences, num_queued)
+        assert caught.value.status == 503
+        assert caught.value.retry_after_s is not None
+
+
+def test_a_request_that_can_never_fit_is_told_so_even_when_the_queue_is_full():
+    with pytest.raises(ContextLengthExceeded):
+        ROOMY.check(1000, 10, num_sequences=1, num_queued=10)
+
+
+def test_an_empty_prompt_is_a_bad_request():
+    with pytest.raises(BadRequest, match="empty") as caught:
+        ROOMY.check(0, 10, num_sequences=1, num_queued=0)
+    assert type(caught.value) is BadRequest
+    assert issubclass(BadRequest, MmserveError)
+
+
+@pytest.mark.parametrize(
+    ("candidates", "chosen"),
+    [
+        ([Candidate(0, 0)], 0),
+        ([Candidate(0, 0), Candidate(64, 0), Candidate(32, 0)], 1),  # longest prefix
+        ([Candidate(64, 900), Candidate(64, 100), Candidate(64, 500)], 1),  # then least pending
+        ([Candidate(500, 400), Candidate(0, 0)], 0),  # a hit worth waiting for
+        ([Candidate(500, 600), Candidate(0, 0)], 1),  # one that isn't
+        ([Candidate(100, 100), Candidate(0, 0)], 1),  # no better either way: the idle one
+        ([Candidate(0, 0), Candidate(0, 0)], 0),
+    ],
+)
+def test_a_sequence_goes_where_it_is_done_soonest(candidates: list[Candidate], chosen: int):
+    assert place(candidates) == chosen
+
+
+def test_a_common_system_prompt_does_not_send_everybody_to_one_replica():
+    cached, pending = [300, 0, 0], [0, 0, 0]
+    placed = []
+    for _ in range(12):
+        chosen = place([Candidate(*each) for each in zip(cached, pending, strict=True)])
+        pending[chosen] += 400 - cached[chosen]
+        cached[chosen] = 300
+        placed.append(chosen)
+    assert [placed.count(replica) for replica in range(3)] == [6, 3, 3]

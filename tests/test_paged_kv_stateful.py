@@ -1,0 +1,161 @@
+"""Allocator, prefix cache and manager under any order of calls, against slots that remember what was written to them."""
+
+from __future__ import annotations
+
+from array import array
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, precondition, rule
+from kv_world import PLACEHOLDER, contents_of, media_key, parts_of
+
+from mmserve.errors import OutOfBlocks
+from mmserve.media import MediaKind, MediaSpan
+from mmserve.paged_kv.kv_cache_manager import KVCacheManager
+from mmserve.request import SamplingParams
+from mmserve.scheduler.sequence import Sequence
+
+
+class KVMachine(RuleBasedStateMachine):
+    """Sequences whose content differs in one text token, one picture or one salt; a step is begun, written and landed by separate rules."""
+
+    block_size = 16
+    sequences = Bundle("sequences")
+
+    @initialize(num_blocks=st.integers(2, 12))
+    def start(self, num_blocks: int) -> None:
+        self.kv = KVCacheManager(num_blocks, self.block_size)
+        self.slots: list[bytes] = [b"?"] * (num_blocks * self.block_size)
+        self.live: list[Sequence] = []
+        self.in_flight: list[tuple[Sequence, int]] | None = None  # sequence and how far the step computes it
+        self.writes: dict[int, bytes] = {}  # what the step in flight writes where, whoever is released meanwhile
+        self.step_id = 0
+
+    @rule(
+        target=sequences,
+        num_tokens=st.integers(1, 5).flatmap(lambda units: st.integers(-2, 2).map(lambda extra: (units, extra))),
+        picture=st.sampled_from(["", "cat", "dog"]),
+        odd=st.sampled_from([0, 1, 17, 40]),
+        salt=st.sampled_from([b"", b"", b"tenant"]),
+        headroom=st.integers(0, 2),
+    )
+    def allocate(self, num_tokens: tuple[int, int], picture: str, odd: int, salt: bytes, headroom: int) -> Sequence:
+        units, extra = num_tokens
+        unit = self.block_size // 2
+        length = max(1, units * unit + extra)
+        ids = array("i", [5] * length)
+        if odd < length:
+            ids[odd] = 6
+        spans = ()
+        if picture and length > unit + 3:
+            spans = (MediaSpan(media_key(picture), MediaKind.IMAGE, 3, 3 + unit),)
+            ids[3 : 3 + unit] = array("i", [PLACEHOLDER] * unit)
+        each = Sequence(0, ids, SamplingParams(), spans=spans, salt=salt)
+        before = self.kv.num_available
+        expected = self.kv.match(each.extend_hashes(), length)
+        try:
+            each.num_computed = self.kv.allocate(each.block_table, each.block_hashes, length, headroom=headroom)
+        except OutOfBlocks:
+            assert self.kv.num_available == before
+            assert not each.block_table.block_ids
+            return multiple()  # type: ignore[return-value]
+        assert each.num_computed == expected < length
+        assert self.kv.num_available >= headroom
+        assert len(each.block_table.block_ids) == -(-length // self.block_size)
+        self.live.append(each)
+        return each
+
+    @precondition(lambda self: self.in_flight is None)
+    @rule(data=st.data())
+    def begin_step(self, data: st.DataObject) -> None:
+        self.step_id += 1
+        self.in_flight = []
+        copies = self.kv.begin_step(self.step_id)
+        size = self.block_size
+        read = {copy.source: self.slots[copy.source * size : (copy.source + 1) * size] for copy in copies}
+        for copy in copies:
+            self.slots[copy.target * size : copy.target * size + copy.num_tokens] = read[copy.source][: copy.num_tokens]
+        assert read.keys().isdisjoint(copy.target for copy in copies)
+        for each in self.live:
+            stop = data.draw(st.integers(each.num_computed, each.num_tokens))
+            if stop > each.num_computed:
+                self.in_flight.append((each, stop))
+                names = contents_of(parts_of(each))
+                for position in range(each.num_computed, stop):
+                    assert self.slot(each, position) not in self.writes
+                    self.writes[self.slot(each, position)] = names[position]
+
+    @precondition(lambda self: self.in_flight is not None)
+    @rule()
+    def land_step(self) -> None:
+        assert self.in_flight is not None
+        for slot, name in self.writes.items():
+            self.slots[slot] = name
+        self.writes = {}
+        self.kv.end_step(self.step_id)
+        for each, stop in self.in_flight:
+            if each in self.live:
+                each.num_computed = stop
+                self.kv.publish(each.block_table, each.extend_hashes(), stop)
+        self.in_flight = None
+
+    @rule(each=sequences, num_more=st.integers(1, 40), token_id=st.sampled_from([5, 6]))
+    def grow(self, each: Sequence, num_more: int, token_id: int) -> None:
+        if each not in self.live:
+            return
+        before = list(each.block_table.block_ids)
+        try:
+            self.kv.grow(each.block_table, each.num_tokens + num_more)
+        except OutOfBlocks:
+            assert list(each.block_table.block_ids) == before
+            return
+        each.token_ids.extend([token_id] * num_more)
+        assert list(each.block_table.block_ids[: len(before)]) == before
+
+    @rule(each=consumes(sequences))
+    def release(self, each: Sequence) -> None:
+        if each in self.live:
+            self.kv.release(each.block_table)
+            self.live.remove(each)
+
+    @rule(each=sequences)
+    def withdraw(self, each: Sequence) -> None:
+        if each in self.live:
+            self.kv.withdraw(each.block_table)
+
+    def slot(self, each: Sequence, position: int) -> int:
+        return each.block_table.block_ids[position // self.block_size] * self.block_size + position % self.block_size
+
+    @invariant()
+    def the_books_agree(self) -> None:
+        if hasattr(self, "kv"):
+            self.kv.check([each.block_table for each in self.live])
+
+    @invariant()
+    def whatever_counts_as_computed_is_there(self) -> None:
+        if not hasattr(self, "kv") or (self.in_flight is None and self.kv._copies):
+            return  # copies are owed to the next step
+        for each in self.live:
+            expected = contents_of(parts_of(each)[: each.num_computed])
+            assert [self.slots[self.slot(each, position)] for position in range(each.num_computed)] == expected
+
+    def teardown(self) -> None:
+        if hasattr(self, "kv"):
+            for each in self.live:
+                self.kv.release(each.block_table)
+            if self.in_flight is not None:
+                self.kv.end_step(self.step_id)
+            self.kv.check([])
+            assert self.kv.num_available == self.kv.num_blocks
+
+
+class KVMachine256(KVMachine):
+    block_size = 256
+
+
+QUICK = settings(max_examples=25, stateful_step_count=30, deadline=None)
+
+TestBlocksOf16 = KVMachine.TestCase
+TestBlocksOf16.settings = QUICK
+TestBlocksOf256 = KVMachine256.TestCase
+TestBlocksOf256.settings = settings(QUICK, max_examples=10)

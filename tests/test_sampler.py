@@ -1,0 +1,166 @@
+"""Drawing tokens: exact on small vocabularies, by frequency where it is chance."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from mmserve.plan import RowSampling
+from mmserve.worker.sampler import sample, uniforms
+
+LOGITS = [0.0, 2.0, 1.0, -1.0, 1.5]
+
+
+def draw(*rows: RowSampling, logits: list[float] | None = None) -> list[int | None]:
+    batch = torch.tensor([logits or LOGITS] * len(rows))
+    return [None if token is None else token.token_id for token in sample(batch, rows)]
+
+
+def frequencies(num_draws: int = 20_000, logits: list[float] | None = None, **fields: float) -> list[float]:
+    """How often each id is drawn over many positions of one seed."""
+    rows = [RowSampling(seed=7, position=i, **{"temperature": 1.0, **fields}) for i in range(num_draws)]
+    counts = np.bincount(draw(*rows, logits=logits), minlength=len(logits or LOGITS))
+    return (counts / num_draws).tolist()
+
+
+def softmax(values: list[float]) -> list[float]:
+    weights = [math.exp(value) for value in values]
+    return [weight / sum(weights) for weight in weights]
+
+
+def test_greedy_takes_the_best_and_the_lower_id_of_equals() -> None:
+    assert draw(RowSampling()) == [1]
+    assert draw(RowSampling(), logits=[1.0, 3.0, 3.0]) == [1]
+
+
+def test_temperature_draws_by_the_softmax() -> None:
+    assert frequencies() == pytest.approx(softmax(LOGITS), abs=0.015)
+    assert frequencies(temperature=2.0) == pytest.approx(softmax([value / 2 for value in LOGITS]), abs=0.015)
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-320])
+def test_a_tiny_temperature_is_greedy_and_not_an_overflow(temperature: float) -> None:
+    assert draw(*[RowSampling(temperature=temperature, seed=i) for i in range(20)]) == [1] * 20
+
+
+def test_top_k_keeps_the_k_best() -> None:
+    kept = softmax([2.0, 1.5])
+    assert frequencies(top_k=2) == pytest.approx([0, kept[0], 0, 0, kept[1]], abs=0.015)
+    assert frequencies(top_k=99) == pytest.approx(softmax(LOGITS), abs=0.015)
+
+
+def test_top_p_keeps_the_smallest_set_that_holds_p() -> None:
+    best, second = softmax(LOGITS)[1], softmax(LOGITS)[4]
+    assert frequencies(top_p=best - 0.01, num_draws=100) == [0, 1, 0, 0, 0]
+    kept = softmax([2.0, 1.5])
+    assert frequencies(top_p=best + second - 0.01) == pytest.approx([0, kept[0], 0, 0, kept[1]], abs=0.015)
+    assert frequencies(top_p=1e-9, num_draws=100) == [0, 1, 0, 0, 0]
+
+
+def test_top_p_counts_within_what_top_k_left() -> None:
+    share = softmax([2.0, 1.5])[0]
+    assert frequencies(top_k=2, top_p=share - 0.01, num_draws=100) == [0, 1, 0, 0, 0]
+
+
+def test_min_p_is_relative_to_the_best() -> None:
+    kept = softmax([2.0, 1.5])
+    assert frequencies(min_p=math.exp(-0.6)) == pytest.approx([0, kept[0], 0, 0, kept[1]], abs=0.015)
+
+
+def test_filters_of_one_row_leave_its_neighbours_alone() -> None:
+    plain = [RowSampling(temperature=1.0, seed=3, position=i) for i in range(50)]
+    mixed = [row for i, plain_row in enumerate(plain) for row in (plain_row, RowSampling(temperature=1.0, top_k=1, seed=i), RowSampling())]
+    assert draw(*mixed)[::3] == draw(*plain)
+    assert draw(*mixed)[1::3] == [1] * 50
+
+
+@pytest.mark.parametrize("fields", [{}, {"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}, {"temperature": 0.3}])
+def test_a_draw_depends_on_seed_and_position_and_never_on_the_batch(fields: dict[str, float]) -> None:
+    rows = [
+        RowSampling(**{"temperature": 1.0, "seed": seed, "position": position, **fields})
+        for seed in (0, 2**64 - 1)
+        for position in range(40)
+    ]
+    generator = torch.Generator().manual_seed(0)
+    batch = torch.randn(len(rows), 50, generator=generator)
+    together = [token.token_id for token in sample(batch.clone(), rows) if token is not None]
+    alone = [sample(batch[i : i + 1].clone(), [row])[0].token_id for i, row in enumerate(rows)]  # type: ignore[union-attr]
+    assert together == alone
+    assert len(set(together)) > 5
+
+
+def test_uniform_numbers_are_uniform_and_uncorrelated_between_neighbours() -> None:
+    by_position = uniforms([5] * 10_000, range(10_000))
+    by_seed = uniforms(range(10_000), [5] * 10_000)
+    for numbers in (by_position, by_seed):
+        assert numbers.min() >= 0
+        assert numbers.max() < 1
+        assert np.histogram(numbers, bins=10, range=(0, 1))[0] == pytest.approx(1000, abs=130)
+        assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.04
+
+
+def test_the_same_seed_and_position_is_the_same_number_for_ever() -> None:
+    assert uniforms([0, 1, 2**64 - 1], [0, 7, 100]).tolist() == [0.6524484863740322, 0.19958521908310312, 0.9697796190318947]
+
+
+def test_a_row_whose_logits_are_not_finite_fails_alone() -> None:
+    batch = torch.tensor([LOGITS] * 4)
+    batch[0, 3] = float("nan")
+    batch[1, 0] = float("inf")
+    batch[2, 2] = -float("inf")
+    rows = [RowSampling(temperature=1.0, logprobs=2), RowSampling(), RowSampling(top_k=1, temperature=1.0), RowSampling(logprobs=0)]
+    assert [token and token.token_id for token in sample(batch, rows)] == [None, None, None, 1]
+
+
+def test_presence_and_frequency_penalties_count_the_output_only() -> None:
+    out = np.array([1, 1, 4], np.int32)
+    assert draw(RowSampling(presence_penalty=0.9, output_ids=out, prompt_ids=np.array([2, 2, 2], np.int32))) == [1]
+    assert draw(RowSampling(presence_penalty=1.1, output_ids=out, prompt_ids=np.array([2, 2, 2], np.int32))) == [2]
+    assert draw(RowSampling(frequency_penalty=0.45, output_ids=out)) == [1]
+    assert draw(RowSampling(frequency_penalty=0.6, output_ids=out)) == [2]
+    assert draw(RowSampling(presence_penalty=-2.0, output_ids=np.array([3, 0], np.int32))) == [0]
+
+
+def test_repetition_penalty_weakens_prompt_and_output_whatever_their_sign() -> None:
+    prompt, out = np.array([1], np.int32), np.array([4], np.int32)
+    assert draw(RowSampling(repetition_penalty=1.4, prompt_ids=prompt, output_ids=out)) == [1]
+    assert draw(RowSampling(repetition_penalty=2.5, prompt_ids=prompt, output_ids=out)) == [2]
+    assert draw(RowSampling(repetition_penalty=2.0, prompt_ids=np.array([0], np.int32)), logits=[-1.0, -1.5]) == [1]
+
+
+def test_logit_bias_and_bans_move_the_choice() -> None:
+    assert draw(RowSampling(logit_bias={3: 100.0})) == [3]
+    assert draw(RowSampling(logit_bias={1: -100.0})) == [4]
+    assert draw(RowSampling(banned_ids=(1, 4))) == [2]
+    assert draw(RowSampling(banned_ids=(1,), logit_bias={1: 100.0})) == [4]
+    assert 1 not in draw(*[RowSampling(temperature=2.0, seed=i, banned_ids=(1,)) for i in range(100)])
+
+
+def test_ids_beyond_the_vocabulary_are_passed_over() -> None:
+    strange = np.array([5, 2**31 - 1, -1, 1], np.int32)
+    row = RowSampling(logit_bias={5: 100.0, -1: 100.0}, banned_ids=(5, 10**6), frequency_penalty=0.1, repetition_penalty=1.1,
+                      prompt_ids=strange, output_ids=strange)  # fmt: skip
+    assert draw(row) == [1]
+
+
+def test_logprobs_are_the_models_own_before_temperature_penalties_and_bias() -> None:
+    row = RowSampling(temperature=0.1, logit_bias={3: 100.0}, logprobs=2)
+    (token,) = sample(torch.tensor([LOGITS]), [row])
+    expected = [math.log(p) for p in softmax(LOGITS)]
+    assert token is not None
+    assert token.token_id == 3
+    assert token.logprob == pytest.approx(expected[3], abs=1e-5)
+    assert [token_id for token_id, _ in token.top] == [1, 4]
+    assert [value for _, value in token.top] == pytest.approx([expected[1], expected[4]], abs=1e-5)
+
+
+def test_logprobs_zero_reports_the_drawn_token_only_and_many_are_cut_to_the_vocabulary() -> None:
+    none, many = sample(torch.tensor([LOGITS] * 2), [RowSampling(logprobs=0), RowSampling(logprobs=20)])
+    assert none is not None
+    assert many is not None
+    assert none.top == ()
+    assert none.logprob is not None
+    assert [token_id for token_id, _ in many.top] == [1, 4, 2, 0, 3]
