@@ -8,23 +8,27 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-COMMANDS = ("serve", "chat")
+COMMANDS = {
+    "serve": "serve a model over HTTP (the default command)",
+    "chat": "talk to a running server in the terminal",
+}
 _DEFAULT = "serve"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status.  Only the command that is asked for is imported fully."""
+    """The exit status.  Only the command that is asked for is imported."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or (words[0].startswith("-") and words[0] not in ("-h", "--help", "--version")):
         words.insert(0, _DEFAULT)
     parser = argparse.ArgumentParser(prog="mmserve", description="A multi-modal inference server: text, images and audio in, text out.")
     parser.add_argument("--version", action="version", version=f"mmserve {_version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name in COMMANDS:
-        module = importlib.import_module(f"mmserve.cli.{name}")
-        command = commands.add_parser(name, help=module.HELP, description=module.HELP)
-        module.add_arguments(command)
-        command.set_defaults(run=module.run)
+    for name, purpose in COMMANDS.items():
+        command = commands.add_parser(name, help=purpose, description=purpose)
+        if name == words[0]:
+            module = importlib.import_module(f"mmserve.cli.{name}")
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
     args = parser.parse_args(words)
     status: int = args.run(args)
     return status

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -21,10 +20,9 @@ from mmserve.transport import Channel
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 300.0  # loading weights and warming up
-STEADY_LIFE_S = 30.0  # a life this long forgets earlier failures
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 30.0
-BROKEN_AFTER = 3  # failures in a row that open the circuit
+BROKEN_AFTER = 3  # lives in a row without one answer: a crash loop, which opens the circuit
 
 
 class WorkerFailedToStart(MmserveError):
@@ -39,6 +37,7 @@ class Worker:
     def __init__(self, role: str, process: BaseProcess, channel: Channel) -> None:
         self.role = role
         self.died = asyncio.Event()
+        self.num_answers = 0
         self._process = process
         self._channel = channel
         self._turn = asyncio.Lock()
@@ -60,7 +59,9 @@ class Worker:
             try:
                 async with asyncio.timeout(timeout_s):
                     await self._channel.send(message)
-                    return await self._channel.receive()
+                    reply = await self._channel.receive()
+                    self.num_answers += 1
+                    return reply
             except TimeoutError:
                 log.error("worker=%s pid=%d no answer in %.0f s, killing it", self.role, self.pid, timeout_s)
                 self.kill()
@@ -130,7 +131,7 @@ class Supervisor:
 
     @property
     def broken(self) -> bool:
-        """It has failed so often in a row that waiting for it is not a plan."""
+        """It has ended so often in a row before it did anything that waiting for it is not a plan."""
         return self._failures >= BROKEN_AFTER
 
     @property
@@ -152,7 +153,6 @@ class Supervisor:
 
     async def _run(self) -> None:
         while not self._closing:
-            started = time.monotonic()
             worker = self._worker = await Worker.spawn(self.role, self._target, self._args)
             try:
                 await self._live(worker)
@@ -165,7 +165,8 @@ class Supervisor:
             if not self._first_ready.done():
                 self._first_ready.set_exception(WorkerFailedToStart(f"the {self.role} worker ended before it was ready; its log says why"))
                 return
-            self._failures = 0 if time.monotonic() - started > STEADY_LIFE_S else self._failures + 1
+            # A worker that was killed at work is no crash loop, however often that happens.
+            self._failures = 0 if worker.num_answers else self._failures + 1
             self._on_restart(self.role)
             await asyncio.sleep(min(FIRST_PAUSE_S * 2 ** (self._failures - 1), LONGEST_PAUSE_S))
 

@@ -31,6 +31,8 @@ class Channel:
     async def send(self, message: object) -> None:
         """Raises WorkerDied if the peer is gone."""
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        if self._writer.is_closing():  # writing now is an OSError on one loop and a RuntimeError on another
+            raise WorkerDied("channel closed")
         try:
             self._writer.write(_LENGTH.pack(len(data)) + data)
             await self._writer.drain()

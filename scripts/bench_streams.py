@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import tempfile
 import time
@@ -84,7 +85,7 @@ def question(workload: str, seed: int) -> list[Any]:
     return user(image_part(png(render(sample_scene(rng)).image)), text_part("Describe the picture."))
 
 
-async def run_clients(openai: AsyncOpenAI, model: str, workload: str, num_clients: int, rounds: int, seed: int) -> dict[str, float]:
+async def run_clients(openai: AsyncOpenAI, model: str, workload: str, num_clients: int, rounds: int, seed: int) -> dict[str, float | None]:
     """`num_clients` in a closed loop.  The questions are made before the clock starts."""
     asked = [[question(workload, seed + i * (rounds + 1) + r) for r in range(rounds + 1)] for i in range(num_clients)]
     await asyncio.gather(*(stream(openai, model, questions.pop(), ANSWER_TOKENS) for questions in asked))
@@ -98,9 +99,9 @@ async def run_clients(openai: AsyncOpenAI, model: str, workload: str, num_client
     ttft_s, tpot_s = [s.ttft_s for s in streams], [s.tpot_s for s in streams]
     return {
         "streams": len(streams),
-        "ttft_ms_p50": round(quantile(ttft_s, 0.5) * 1000, 1),
-        "ttft_ms_p99": round(quantile(ttft_s, 0.99) * 1000, 1),
-        "tpot_ms_p50": round(quantile(tpot_s, 0.5) * 1000, 2),
+        "ttft_ms_p50": _ms(quantile(ttft_s, 0.5)),
+        "ttft_ms_p99": _ms(quantile(ttft_s, 0.99)),
+        "tpot_ms_p50": _ms(quantile(tpot_s, 0.5)),
         "tokens_per_s": round(sum(s.num_tokens for s in streams) / seconds, 1),
     }
 
@@ -142,12 +143,12 @@ async def run_photos(openai: AsyncOpenAI, url: str, per_s: float, seconds: float
         "photo_megabytes": round(len(jpeg) / 1e6, 2),
         "photos_per_s": per_s,
         "ends": dict(ends),
-        "latency_ms_p50": round(quantile(latencies, 0.5) * 1000, 1),
-        "latency_ms_p99": round(quantile(latencies, 0.99) * 1000, 1),
+        "latency_ms_p50": _ms(quantile(latencies, 0.5)),
+        "latency_ms_p99": _ms(quantile(latencies, 0.99)),
         # Upper bounds: the buckets of the histogram are as fine as this gets.
-        "loop_lag_ms_p50_at_most": bucket_quantile(before, after, 0.5) * 1000,
-        "loop_lag_ms_p99_at_most": bucket_quantile(before, after, 0.99) * 1000,
-        "loop_lag_ms_worst_at_most": bucket_quantile(before, after, 1.0) * 1000,
+        "loop_lag_ms_p50_at_most": _ms(bucket_quantile(before, after, 0.5)),
+        "loop_lag_ms_p99_at_most": _ms(bucket_quantile(before, after, 0.99)),
+        "loop_lag_ms_worst_at_most": _ms(bucket_quantile(before, after, 1.0)),
     }
 
 
@@ -167,6 +168,11 @@ async def bench(options: argparse.Namespace, console: Console) -> dict[str, Any]
                 photos = await run_photos(openai, url, options.photos_per_s, options.photo_seconds)
     console.print(_table(rows), photos)
     return {"script": "bench_streams", "answer_tokens": ANSWER_TOKENS, "streams": rows, "photos": photos}
+
+
+def _ms(seconds: float) -> float | None:
+    """None where there is no number: JSON has no word for it."""
+    return round(seconds * 1000, 2) if math.isfinite(seconds) else None
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:

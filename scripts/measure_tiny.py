@@ -164,6 +164,12 @@ def grouped(verdicts: Sequence[Verdict]) -> dict[str, Tally]:
     return {name: Tally.of(some) for name, some in sorted(groups.items())}
 
 
+def macro_accuracy(tallies: dict[str, Tally]) -> float | None:
+    """GA as the SLO means it: the mean over the media slices, each weighing the same."""
+    shares = [tallies[name].right / tallies[name].items for name in MEDIA_SLICES if name in tallies]
+    return round(sum(shares) / len(shares), 4) if shares else None
+
+
 def table(title: str, tallies: dict[str, Tally]) -> Table:
     shown = Table(title=title)
     shown.add_column("slice / task")
@@ -201,8 +207,12 @@ async def measure(options: argparse.Namespace, console: Console) -> dict[str, An
                     question = verdict.item.question
                     line = f"{verdict.item.slice_name}: {question.text!r} -> {verdict.reply!r}, right is {question.answer!r}"
                     console.print(line, highlight=False, markup=False)
-                groups = {name: tally.figures() for name, tally in tallies.items()}
-                report["models"][model] = {"seconds": round(seconds, 1), "failed_requests": num_failed, "groups": groups}
+                report["models"][model] = {
+                    "seconds": round(seconds, 1),
+                    "failed_requests": num_failed,
+                    "accuracy_macro": macro_accuracy(tallies),
+                    "groups": {name: tally.figures() for name, tally in tallies.items()},
+                }
     return report
 
 

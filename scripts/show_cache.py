@@ -111,26 +111,30 @@ def broken_promises(report: dict[str, Any]) -> Sequence[str]:
     return [promise for promise, was_kept in promises.items() if not was_kept]
 
 
-async def show(num_clients: int) -> dict[str, Any]:
+async def show(num_clients: int, console: Console) -> dict[str, Any]:
     report: dict[str, Any] = {"script": "show_cache"}
+
+    def note(part: str, figures: dict[str, Any]) -> None:
+        report[part] = figures
+        console.print(part, figures)
+
     with tempfile.TemporaryDirectory(prefix="mmserve-cache-") as scratch:
         data_dir = Path(scratch)
         async with server(data_dir) as url, client(url) as openai:
             asker = Asker(openai, url)
-            report["same_picture_at_once"] = await same_picture_from_many(asker, num_clients)
-            report["behind_a_system_prompt"] = await same_picture_behind_a_system_prompt(asker)
+            note("same_picture_at_once", await same_picture_from_many(asker, num_clients))
+            note("behind_a_system_prompt", await same_picture_behind_a_system_prompt(asker))
         async with server(data_dir) as url, client(url) as openai:
-            report["after_a_restart"] = await after_a_restart(Asker(openai, url))
+            note("after_a_restart", await after_a_restart(Asker(openai, url)))
     return report
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=100)
-    report = asyncio.run(show(parser.parse_args().clients))
-    broken = broken_promises(report)
     console = Console(width=120, stderr=True)
-    console.print(report)
+    report = asyncio.run(show(parser.parse_args().clients, console))
+    broken = broken_promises(report)
     for promise in broken:
         console.print(f"not kept: {promise}", style="bold red")
     print(json.dumps({**report, "not_kept": broken}))

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,28 +40,32 @@ class Job:
     arguments: tuple[str, ...]
 
 
-def run_all(work: Path, jobs: Sequence[Job]) -> None:
-    """Side by side; each writes to `work`/NAME.log.  Raises RuntimeError if one fails."""
-    waiting = []
-    for job in jobs:
-        if (work / f"{job.name}.done").exists():
-            continue
-        log = (work / f"{job.name}.log").open("a")
-        process = subprocess.Popen([sys.executable, "-W", "ignore", "-m", *job.arguments], stdout=log, stderr=subprocess.STDOUT)
-        waiting.append((job, process, log))
+def run_chains(work: Path, *chains: Sequence[Job]) -> None:
+    """Chains side by side, the jobs of one after another; each writes to `work`/NAME.log.  Raises RuntimeError if one fails."""
     console = Console()
-    with console.status("starting") as status:
-        began = time.monotonic()
-        while any(process.poll() is None for _, process, _ in waiting):
-            lines = [f"{job.name}: {_last_line(work / f'{job.name}.log')}" for job, process, _ in waiting if process.poll() is None]
-            status.update(f"{(time.monotonic() - began) / 60:.0f} min\n" + "\n".join(lines))
+    with console.status("starting") as status, ThreadPoolExecutor(len(chains)) as pool:
+        running: dict[str, float] = {}  # name -> when it began
+        futures = [pool.submit(_run_chain, work, chain, running) for chain in chains]
+        while not all(future.done() for future in futures):
+            lines = [f"{n}, {(time.monotonic() - t) / 60:.0f} min: {_last_line(work / f'{n}.log')}" for n, t in list(running.items())]
+            status.update("\n".join(lines) or "starting")
             time.sleep(2)
-    for job, process, log in waiting:
-        log.close()
-        if process.returncode != 0:
-            raise RuntimeError(f"{job.name} failed with {process.returncode}: see {work / job.name}.log")
-        (work / f"{job.name}.done").touch()
-        console.print(f"{job.name} done")
+    for future in futures:
+        future.result()
+
+
+def _run_chain(work: Path, chain: Sequence[Job], running: dict[str, float]) -> None:
+    for job in chain:
+        done = work / f"{job.name}.done"
+        if done.exists():
+            continue
+        running[job.name] = time.monotonic()
+        with (work / f"{job.name}.log").open("a") as log:
+            ended = subprocess.run([sys.executable, "-W", "ignore", "-m", *job.arguments], stdout=log, stderr=subprocess.STDOUT)
+        del running[job.name]
+        if ended.returncode != 0:
+            raise RuntimeError(f"{job.name} failed with {ended.returncode}: see {work / job.name}.log")
+        done.touch()
 
 
 def _last_line(path: Path) -> str:
@@ -89,26 +94,27 @@ def main() -> None:
     vision_dir, audio_dir, decoder_dir = work / "vision", work / "audio", work / "decoder"
     towers = ("--vision", str(vision_dir), "--audio", str(audio_dir))
 
-    run_all(
-        work, [Job("decoder", ("scripts.tiny.decoder", "--out", str(decoder_dir))), Job("vision", ("scripts.tiny.vision", str(vision_dir)))]
+    vision, audio = Job("vision", ("scripts.tiny.vision", str(vision_dir))), Job("audio", ("scripts.tiny.audio", str(audio_dir)))
+    run_chains(work, [Job("decoder", ("scripts.tiny.decoder", "--out", str(decoder_dir)))], [vision, audio])
+    inputs = (*towers, "--cache", str(work / "cache"))
+    small_dir, large_dir = str(work / "join-small"), str(work / "join-large")
+    run_chains(
+        work,
+        [
+            Job("pools", ("scripts.tiny.real", *inputs)),
+            Job("join-small", ("scripts.tiny.join", "--start", str(decoder_dir), "--out", small_dir, *inputs)),
+            Job("join-large", ("scripts.tiny.join", "--size", "large", "--start", small_dir, "--out", large_dir, *inputs)),
+        ],
     )
-    run_all(work, [Job("audio", ("scripts.tiny.audio", str(audio_dir)))])
-    run_all(work, [Job("pools", ("scripts.tiny.real", *towers, "--cache", str(work / "cache")))])
-    inputs = ("--decoder", str(decoder_dir), *towers, "--cache", str(work / "cache"))
-    joins = [
-        Job(f"join-{size}", ("scripts.tiny.join", "--out", str(work / f"join-{size}"), *inputs, "--size", size))
-        for size in ("small", "large")
-    ]
-    run_all(work, joins)
 
-    checkpoints = [work / f"join-{size}" / "checkpoint.pt" for size in ("small", "large")]
+    small, large = (work / f"join-{size}" / "checkpoint.pt" for size in ("small", "large"))
     candidate = work / "model"
-    export.assemble(candidate, vision_dir, audio_dir, *checkpoints)
+    export.assemble(candidate, vision_dir, audio_dir, small, large)
     scores = score.score(candidate, options.items)
     (work / "scores.json").write_text(json.dumps(scores, indent=1))
     if missed := failures(scores):
         sys.exit("below the bar, not written:\n" + "\n".join(missed))
-    num_bytes = export.assemble(options.out, vision_dir, audio_dir, *checkpoints, work / "scores.json")
+    num_bytes = export.assemble(options.out, vision_dir, audio_dir, small, large, work / "scores.json")
     Console().print(f"wrote {options.out}, {num_bytes / 1e6:.1f} MB of weights")
 
 

@@ -112,17 +112,16 @@ class FakeWorker:
         parts = self._parts(plan)
         tokens: list[SampledToken | None] = []
         written: set[int] = set()
-        for row, seq_id in enumerate(plan.seq_ids):
+        contexts = [self._slots(plan, row) for row in range(len(plan.seq_ids))]
+        oracles = [self._oracle(truth[seq_id]) for seq_id in plan.seq_ids]
+        for row, (context, expected) in enumerate(zip(contexts, oracles, strict=True)):
             first, last = int(plan.query_starts[row]), int(plan.query_starts[row + 1])
-            stop = int(plan.context_lens[row])
+            stop = len(context)
             start = stop - (last - first)
-            assert last > first
+            assert 0 <= start < stop
             assert plan.positions[0, first:last].tolist() == list(range(start, stop))
-            context = [self._slot(plan, row, position) for position in range(stop)]
             assert plan.slot_mapping[first:last].tolist() == context[start:]
-            expected = self._oracle(truth[seq_id])
-            for position in range(start):
-                assert self.kv[context[position]] == expected[position], f"row {row} reads another's KV at {position} of {stop}"
+            assert [self.kv[slot] for slot in context[:start]] == expected[:start], f"row {row} reads another's KV"
             for i, position in enumerate(range(start, stop)):
                 before = self.kv[context[position - 1]] if position else b""
                 self.kv[context[position]] = content(before, parts[first + i])
@@ -130,10 +129,8 @@ class FakeWorker:
             assert written.isdisjoint(context[start:]), "two rows write one slot"
             written.update(context[start:])
             tokens.append(self._sample(plan, row, self.kv[context[-1]]))
-        for row in range(len(plan.seq_ids)):  # nobody wrote over what somebody else was reading
-            stop = int(plan.context_lens[row])
-            expected = self._oracle(truth[plan.seq_ids[row]])[:stop]
-            assert [self.kv[self._slot(plan, row, position)] for position in range(stop)] == expected
+        for context, expected in zip(contexts, oracles, strict=True):
+            assert [self.kv[slot] for slot in context] == expected[: len(context)], "a row wrote over what another was reading"
         self.num_computed += len(plan.token_ids)
         return StepResult(plan.step_id, tuple(tokens))
 
@@ -159,7 +156,9 @@ class FakeWorker:
 
     def _oracle(self, sequence: Sequence) -> list[bytes]:
         """`contents_of` the whole sequence, kept from step to step because tokens are only ever added."""
-        known = self._expected.setdefault(sequence.seq_id, contents_of(parts_of(sequence)[: sequence.num_prompt]))
+        known = self._expected.get(sequence.seq_id)
+        if known is None:
+            known = self._expected[sequence.seq_id] = contents_of(parts_of(sequence)[: sequence.num_prompt])
         for token_id in sequence.token_ids[len(known) :]:
             known.append(content(known[-1], token_id))
         return known
@@ -176,8 +175,11 @@ class FakeWorker:
             parts[piece.token_start : piece.token_start + piece.num_rows] = [(key, row) for row in rows]
         return parts
 
-    def _slot(self, plan: StepPlan, row: int, position: int) -> int:
-        return int(plan.block_tables[row, position // self.block_size]) * self.block_size + position % self.block_size
+    def _slots(self, plan: StepPlan, row: int) -> list[int]:
+        """Where a row's whole context is, position by position."""
+        block_ids = plan.block_tables[row].tolist()
+        stop = int(plan.context_lens[row])
+        return [block_ids[position // self.block_size] * self.block_size + position % self.block_size for position in range(stop)]
 
     def _sample(self, plan: StepPlan, row: int, at_last: bytes) -> SampledToken | None:
         how = plan.sampling[row]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -33,15 +34,29 @@ def _decode(data: bytes, size: int, limits: MediaLimits | None = None) -> np.nda
         np.ones(2 * 2**30, np.uint8)
     elif verb == "bug":
         raise ZeroDivisionError("at 0x7f00dead in /secret/path")
-    elif verb == "write":
-        Path(argument).write_bytes(b"x" * 10)
+    elif verb == "open":
+        return np.full((size, size, 3), _num_opened(argument), np.uint8)
     elif verb == "die once":
         flag = Path(argument)  # made by the test; taken by the first attempt
         if flag.exists():
             flag.unlink()
             os.kill(os.getpid(), signal.SIGKILL)
     elif verb == "wait for":
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 20
         while not Path(argument).exists() and time.monotonic() < deadline:
             time.sleep(0.01)
     return np.full((size, size, 3), 7, np.uint8)
+
+
+def _num_opened(directory: str) -> int:
+    """How many of these come off: read a file, write a file, open a socket."""
+    opened = 0
+    for attempt in (
+        lambda: open("/etc/passwd", "rb").close(),
+        lambda: Path(directory, "file").write_bytes(b"x"),
+        lambda: socket.socket().close(),
+    ):
+        with contextlib.suppress(OSError):
+            attempt()
+            opened += 1
+    return opened

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import io
 from pathlib import Path
 
 import pytest
-from fake_engine import FakeEngine, parts_of
+from fake_engine import FakeEngine, parts_of, say_words
 from gateway_client import serving
 from rich.console import Console
 
@@ -23,21 +24,20 @@ def arguments(*words: str) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-async def talk(url: str, *words: str, lines: list[str] | None = None) -> str:
+async def talk(url: str, *words: str, lines: list[str] | None = None, status: int = 0) -> str:
     """What the terminal shows."""
     shown = io.StringIO()
     console = Console(file=shown, width=200, highlight=False)
-    if lines is not None:
-        left = iter(lines)
+    left = iter(lines or [])
 
-        def read(prompt: object) -> str:
-            try:
-                return next(left)
-            except StopIteration:
-                raise EOFError from None
+    def read(prompt: object) -> str:
+        try:
+            return next(left)
+        except StopIteration:
+            raise EOFError from None
 
-        console.input = read  # type: ignore[method-assign, assignment]
-    assert await chat._main(arguments("--url", url, *words), console) == 0
+    console.input = read  # type: ignore[method-assign, assignment]
+    assert await asyncio.to_thread(chat.talk, arguments("--url", url, *words), console) == status
     return shown.getvalue()
 
 
@@ -72,6 +72,18 @@ async def test_a_refused_question_is_shown_and_forgotten() -> None:
         assert "the image has 99 megapixels (413)" in shown
 
 
+async def test_after_a_refusal_only_the_next_question_is_sent() -> None:
+    def refuse_the_first(generation, request) -> None:
+        if generation.request_id == "fake-0":
+            generation.fail(TooLarge("the image has 99 megapixels"))
+        else:
+            say_words(generation, request)
+
+    async with serving(FakeEngine(refuse_the_first)) as server:
+        await talk(server.url, lines=["One", "Two"])
+        assert [parts_of(request) for request in server.engine.requests] == [["One"], ["Two"]]
+
+
 async def test_an_error_in_the_stream_is_shown() -> None:
     def fail(generation, request) -> None:
         generation.push(Delta(0, "It"))
@@ -82,10 +94,8 @@ async def test_an_error_in_the_stream_is_shown() -> None:
 
 
 async def test_where_nobody_answers_the_way_to_start_a_server_is_said() -> None:
-    with pytest.raises(ChatError, match="python -m mmserve"):
-        await talk("http://127.0.0.1:9", "Hi")
-    with pytest.raises(ChatError):
-        await talk("not a url", "Hi")
+    assert "python -m mmserve" in await talk("http://127.0.0.1:9", "Hi", status=1)
+    assert "no server answers" in await talk("not a url", "Hi", status=1)
 
 
 async def test_the_key_is_sent() -> None:

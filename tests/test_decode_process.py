@@ -122,11 +122,25 @@ async def test_a_bug_in_a_decoder_is_a_refusal_without_its_text() -> None:
         assert (await room.image(b"good")).flat[0] == 7
 
 
-async def test_a_decoder_can_write_no_file(tmp_path: Path) -> None:
+async def test_a_decoder_can_open_no_file_and_no_socket(tmp_path: Path) -> None:
     async with running(target=NAUGHTY) as room:
-        with pytest.raises(UndecodableMedia):
-            await room.image(f"write:{tmp_path / 'file'}".encode())
-    assert not (tmp_path / "file").exists() or (tmp_path / "file").read_bytes() == b""
+        assert (await room.image(f"open:{tmp_path}".encode())).flat[0] == 0
+
+
+async def test_the_limits_take_nothing_from_any_odd_file() -> None:
+    """A library that first needs another module for a rare file couldn't load it any more."""
+    async with running() as room:
+        pictures = [*corpus.odd_pictures().values(), *(corpus.oriented(6, format) for format in ("JPEG", "PNG", "WEBP", "MPO"))]
+        for data in pictures:
+            assert (await room.image(data) == image.decode(data, SIZE)).all()
+        target = room.buffer.allocate((16_000,), "float32")
+        for data, num_samples in corpus.odd_clips().values():
+            part = BufferSlice(target.offset, (num_samples,), "float32")
+            header = await room.decode.probe_audio(sound(data))
+            assert -(-header.num_frames * 16_000 // header.sample_rate) == num_samples
+            await room.decode.decode_audio(sound(data), part)
+            assert (room.buffer.array(part) == audio.decode(data, 16_000, num_samples)).all()
+        assert room.decode.num_deaths == 0
 
 
 async def test_a_child_killed_while_idle_is_replaced_unnoticed() -> None:

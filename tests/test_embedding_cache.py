@@ -118,6 +118,27 @@ async def test_all_who_wait_for_room_get_it_when_there_is_enough() -> None:
     assert len({where.offset for where in await asyncio.gather(*waiting)}) == 3
 
 
+async def test_those_who_wait_for_more_than_there_is_sleep_and_do_not_wake_each_other_for_ever() -> None:
+    house = House(3)
+    rows = [await house.cache.allocate(ROWS, "float32", 0.01) for _ in range(3)]
+    waiting = [asyncio.create_task(house.cache.allocate((3 * ROWS[0] * 2, ROWS[1]), "float32", 60.0)) for _ in range(2)]
+    await asyncio.sleep(0)
+    attempts, allocate = [0], house.buffer.allocate
+
+    def count(shape: tuple[int, ...], dtype: str) -> BufferSlice:
+        attempts[0] += 1
+        return allocate(shape, dtype)
+
+    house.buffer.allocate = count  # type: ignore[method-assign]
+    house.cache.release(rows[0])
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert attempts == [2]
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+
+
 async def test_unpinning_twice_is_a_bug_of_ours() -> None:
     house = House()
     await house.put("a")

@@ -200,6 +200,14 @@ async def test_a_huge_body_that_asks_first_is_told_no_without_a_100() -> None:
     assert answer.startswith(b"HTTP/1.1 413 ")
 
 
+async def test_any_other_expectation_is_a_417() -> None:
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nExpect: wonders\r\nContent-Length: 0\r\n\r\n"
+    async with serving() as server:
+        answer = await raw(server.url, head)
+    assert answer.startswith(b"HTTP/1.1 417 ")
+    assert b'"code":"invalid_request_error"' in answer
+
+
 async def test_a_body_that_does_not_arrive_is_a_408_and_the_connection_closes() -> None:
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 10\r\n\r\n{ab"
     async with serving(body_timeout_s=0.05) as server:

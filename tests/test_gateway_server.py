@@ -29,6 +29,8 @@ async def test_while_the_model_loads_the_server_lives_but_is_not_ready() -> None
             assert response.status == 503
             assert response.headers["Retry-After"] == "2"
             assert (await response.json())["error"]["code"] == "loading"
+        async with http.get(gateway.url + "/") as response:
+            assert response.status == 200  # the playground is there, and says so itself
         gateway.open()
         async with http.post(gateway.url + "/v1/chat/completions", json=chat()) as response:
             assert response.status == 200
@@ -63,6 +65,7 @@ async def test_draining_lets_nobody_in_and_those_inside_finish() -> None:
         async with server.http.post(server.url + "/v1/chat/completions", json=chat()) as refused:
             assert refused.status == 503
             assert refused.headers["Retry-After"] == "5"
+            assert refused.headers["Connection"] == "close"
             assert (await refused.json())["error"]["code"] == "shutdown"
         assert not draining.done()
         generation.push(Delta(0, " is", finish_reason=FinishReason.STOP))
@@ -135,7 +138,12 @@ async def test_feedback_is_recorded_under_the_requests_own_id() -> None:
         status, _ = await server.post("/v1/feedback", {"request_id": "chatcmpl-fake-0", "rating": "up", "regenerated": True})
         assert status == 200
         (feedback,) = server.engine.ledger.feedback
-        assert (feedback.request_id, feedback.tenant_id, feedback.rating, feedback.regenerated) == ("fake-0", "default", "up", True)
+        assert (feedback.request_id, feedback.tenant_id, feedback.rating, feedback.regenerated) == (
+            "fake-0",
+            "default",
+            "up",
+            True,
+        )
         for body, param in (
             ({}, "request_id"),
             ({"request_id": "", "rating": "up"}, "request_id"),

@@ -125,7 +125,7 @@ def test_scan_markers_inside_metadata_are_not_scans() -> None:
         b"\xff\xd8" + b"\xff\xfe\0\2" * 700_000,  # empty comments for ever
         b"GIF89a\1\0\1\0\0\0\0" + b"\x21\xfe" + b"\1x" * 1_500_000,  # one comment in tiny pieces
         b"GIF89a\1\0\1\0\0\0\0" + b"\x21\xfe\0" * 1_000_000,  # empty comments for ever
-        b"\xff\xd8\xff\xc0\0\x0b\x08\0\1\0\1\1\1\x11\0" + b"\xff\xfe\0\2" * 10_000 + b"\xff\xda\0\2" * 65,  # scans behind comments
+        b"\xff\xd8\xff\xc2\0\x0b\x08\0\1\0\1\1\1\x11\0" + b"\xff\xfe\0\2" * 10_000 + b"\xff\xda\0\2" * 65,  # scans behind comments
     ],
 )
 def test_headers_that_never_end_are_given_up_early(data: bytes) -> None:

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from scripts.loopback import Scrape, bucket_quantile, loopback_url, quantile, same_photo_other_bytes
-from scripts.measure_tiny import Tally, wilson
+from scripts.measure_tiny import Tally, grouped, macro_accuracy, wilson
 from scripts.show_cache import broken_promises
 from scripts.tiny.questions import Question
 from scripts.tiny.score import Item, Verdict

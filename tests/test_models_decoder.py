@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import random
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,10 +16,10 @@ from step_plans import Row, num_blocks_for, step_plan
 from tiny_model import build_decoder
 from transformers import LlamaForCausalLM
 
-from mmserve.models.checkpoint import BadCheckpoint
 from mmserve.models.decoder import Decoder
 from mmserve.models.decoder_config import parse_config, read_config
 from mmserve.models.paged_attention import PagedAttention
+from mmserve.models.weights import BadCheckpoint
 from mmserve.plan import BlockCopy
 
 CPU = torch.device("cpu")
@@ -159,6 +160,26 @@ def test_a_decode_alone_and_among_others_agrees_to_rounding(plain_dir: Path, blo
         (alone,) = paged.run([row])
         torch.testing.assert_close(logits, alone, rtol=2e-4, atol=2e-4)
         assert logits.argmax() == alone.argmax()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_schedule_gives_the_logits_of_one_pass(plain_dir: Path, block_size: int, seed: int) -> None:
+    chance = random.Random(seed)
+    paged = Paged(plain_dir, block_size, num_blocks=200)
+    sequences = [ids(chance.randint(1, 120), 1000 * seed + i) for i in range(6)]
+    free = list(range(200))
+    chance.shuffle(free)
+    tables = [[free.pop() for _ in range(num_blocks_for(len(sequence), block_size))] for sequence in sequences]
+    num_computed, logits = [0] * 6, [torch.empty(0, 424) for _ in sequences]
+    while unfinished := [i for i in range(6) if num_computed[i] < len(sequences[i])]:
+        chosen = chance.sample(unfinished, chance.randint(1, len(unfinished)))
+        stops = [min(len(sequences[i]), num_computed[i] + chance.choice([1, 1, 2, 7, 50])) for i in chosen]
+        rows = [Row(sequences[i], tables[i], num_computed[i], stop) for i, stop in zip(chosen, stops, strict=True)]
+        for i, stop, part in zip(chosen, stops, paged.run(rows), strict=True):
+            num_computed[i] = stop
+            logits[i] = torch.cat([logits[i], part])
+    for sequence, got in zip(sequences, logits, strict=True):
+        assert_close(got, oracle(plain_dir, sequence))
 
 
 def test_garbage_in_blocks_of_others_and_in_free_slots_changes_nothing(plain_dir: Path, block_size: int) -> None:

@@ -110,3 +110,26 @@ def _wait_for_end(pidfd: int) -> bool:
 
     readable, _, _ = select.select([pidfd], [], [], 20)
     return bool(readable)
+
+
+async def test_only_lives_without_an_answer_open_the_circuit():
+    """Three kills of a busy decoder within a minute refused all requests, as if the model could not be loaded."""
+    lives: asyncio.Queue[Worker] = asyncio.Queue()
+
+    async def serve(worker: Worker, ready: object) -> None:
+        lives.put_nowait(worker)
+        await worker.died.wait()
+        raise WorkerDied("test")
+
+    supervisor = Supervisor("test", "fake_workers:echo", (), serve, on_restart=lambda role: None)
+    for _ in range(4):
+        worker = await lives.get()
+        await worker.call("work", 30)
+        os.kill(worker.pid, signal.SIGKILL)
+    for _ in range(3):
+        worker = await lives.get()
+        assert not supervisor.broken
+        os.kill(worker.pid, signal.SIGKILL)
+    while not supervisor.broken:
+        await asyncio.sleep(0.01)
+    await supervisor.close()

@@ -19,7 +19,7 @@ from transformers.models.whisper.modeling_whisper import WhisperEncoder
 from mmserve.composition import AudioSpec, Composition, VisionSpec, load_composition
 from mmserve.encoders.audio_tower import AudioTower
 from mmserve.encoders.vision_tower import VisionTower
-from mmserve.models.checkpoint import BadCheckpoint
+from mmserve.models.weights import BadCheckpoint
 
 CPU = torch.device("cpu")
 SIDE = 56
@@ -176,6 +176,20 @@ def test_towers_run_in_half_precision(vision_spec: VisionSpec, audio_spec: Audio
     (heard,) = AudioTower(audio_spec, CPU, torch.bfloat16).encode([samples], [25], "small")
     expected = audio_oracle(audio_spec, samples, "small")
     assert ((heard.float() - expected).norm() / expected.norm()).item() < 0.05
+
+
+def test_the_bundled_towers_load_and_make_what_the_composition_counts() -> None:
+    composition = load_composition()
+    assert composition.vision is not None
+    assert composition.audio is not None
+    side, width = composition.vision.image_size, composition.decoders["large"].hidden_size
+    tower = VisionTower(composition.vision, CPU, torch.float32)
+    (rows,) = tower.encode([torch.zeros(1, side, side, 3, dtype=torch.uint8)], [composition.vision.tokens_per_item], "large")
+    assert rows.shape == (576, width)
+    (heard,) = AudioTower(composition.audio, CPU, torch.float32).encode([torch.zeros(80_000)], [125], "large")
+    assert heard.shape == (125, width)
+    assert rows.isfinite().all()
+    assert heard.isfinite().all()
 
 
 @pytest.fixture

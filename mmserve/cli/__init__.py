@@ -1,1 +1,1 @@
-"""The commands: one small file each, with `add_arguments` and `run`.  `mmserve.__main__` finds them by name."""
+"""The commands: one small file each, with `add_arguments` and `run`.  `mmserve.__main__` lists them and imports the one asked for."""

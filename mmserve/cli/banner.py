@@ -21,9 +21,9 @@ def banner(url: str, composition: Composition, config: Config) -> RenderableType
     facts.add_row("takes", ", ".join(composition.modalities))
     facts.add_row("access", _access(config))
     stop = Text("Ctrl-C stops; what runs then may finish.", style="dim")
-    return Group(
-        Panel(Group(facts, Text(), stop), title="[bold]mmserve[/]", title_align="left", expand=False), Text(example(url, config)), Text()
-    )
+    panel = Panel(Group(facts, Text(), stop), title="[bold]mmserve[/]", title_align="left", expand=False)
+    command = Text(example(url, config), no_wrap=True, overflow="ignore")  # a line that breaks can't be copied
+    return Group(panel, command, Text())
 
 
 def example(url: str, config: Config) -> str:

@@ -16,7 +16,6 @@ import orjson
 from rich.console import Console
 from rich.text import Text
 
-HELP = "talk to a running server in the terminal"
 COMMANDS = {
     "/image FILE": "attach a picture (JPEG, PNG, GIF, WebP) to your next message",
     "/audio FILE": "attach a clip (WAV, FLAC, OGG, MP3) to your next message",
@@ -79,7 +78,10 @@ class Client:
         self._url = url.rstrip("/")
         self._model = model
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._session = aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=None, sock_connect=5))
+        # The loop stands still at the prompt, so a connection kept open would be found closed.
+        connector = aiohttp.TCPConnector(force_close=True)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=5)
+        self._session = aiohttp.ClientSession(headers=headers, connector=connector, timeout=timeout)
 
     async def __aenter__(self) -> Client:
         return self
@@ -157,43 +159,58 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    try:
-        return asyncio.run(_main(args, Console(highlight=False)))
-    except ChatError as error:
-        Console(stderr=True).print(f"[bold red]mmserve:[/] {error}", highlight=False)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    return talk(args, Console(highlight=False))
 
 
-async def _main(args: argparse.Namespace, console: Console) -> int:
+def talk(args: argparse.Namespace, console: Console) -> int:
+    """The exit status.  The loop runs only while the server is asked: at the prompt, Ctrl-C is Python's own."""
     conversation = Conversation()
     fields = {"temperature": args.temperature} | ({} if args.max_tokens is None else {"max_tokens": args.max_tokens})
-    async with Client(args.url, api_key=args.api_key, model=args.model) as client:
-        name = await client.greet()
-        for path in [*args.image, *args.audio]:
-            conversation.attach(path)
-        if args.prompt is not None:
-            conversation.say(args.prompt)
-            await _answer(client, conversation, console, fields)
-            return 0
-        console.print(f"[bold]mmserve chat[/] with {name} at {args.url}. [dim]/help lists the commands.[/]")
-        while (line := await _ask(console, conversation)) is not None:
-            try:
-                await _turn(line, client, conversation, console, fields)
-            except ChatError as error:
-                console.print(Text(str(error), style="red"))
-            except EOFError:
-                break
+    with asyncio.Runner() as runner:
+        client = runner.run(_client(args))
+        try:
+            name = runner.run(client.greet())
+            for path in [*args.image, *args.audio]:
+                conversation.attach(path)
+            if args.prompt is not None:
+                conversation.say(args.prompt)
+                runner.run(_answer(client, conversation, console, fields))
+                return 0
+            console.print(f"[bold]mmserve chat[/] with {name} at {args.url}. [dim]/help lists the commands.[/]")
+            while (line := _read(console, conversation)) is not None:
+                try:
+                    if _obey(line, conversation, console):
+                        runner.run(_answer(client, conversation, console, fields))
+                except ChatError as error:
+                    console.print(Text(str(error), style="red"))
+                except KeyboardInterrupt:
+                    console.print(Text("stopped", style="dim"))
+        except (ChatError, KeyboardInterrupt) as error:
+            console.print(Text(str(error) or "stopped", style="red"))
+            return 1 if isinstance(error, ChatError) else 130
+        finally:
+            runner.run(client.__aexit__())
     return 0
 
 
-async def _turn(line: str, client: Client, conversation: Conversation, console: Console, fields: dict[str, Any]) -> None:
-    """One line from the person.  Raises ChatError; EOFError to leave."""
+def _read(console: Console, conversation: Conversation) -> str | None:
+    """A line from the person, or None at the end.  What is attached stands above the prompt."""
+    for name in conversation.names:
+        console.print(Text(f"  + {name}", style="dim"))
+    try:
+        line = console.input("[bold cyan]>[/] ").strip()
+    except (EOFError, KeyboardInterrupt):
+        console.print()
+        return None
+    return None if line in ("/quit", "/exit") else line
+
+
+def _obey(line: str, conversation: Conversation, console: Console) -> bool:
+    """Do what one line says; True if it was a question.  Raises ChatError."""
     command, _, rest = line.partition(" ")
     match command:
         case "":
-            return
+            return False
         case "/image" | "/audio":
             conversation.attach(Path(rest.strip().strip("'\"")))
         case "/drop":
@@ -204,36 +221,33 @@ async def _turn(line: str, client: Client, conversation: Conversation, console: 
         case "/help":
             for name, meaning in COMMANDS.items():
                 console.print(Text.assemble((f"  {name:<12}", "bold"), meaning))
-        case "/quit" | "/exit":
-            raise EOFError
         case _ if command.startswith("/"):
             raise ChatError(f"unknown command {command}; /help lists them")
         case _:
             conversation.say(line)
-            await _answer(client, conversation, console, fields)
+            return True
+    return False
+
+
+async def _client(args: argparse.Namespace) -> Client:
+    return Client(args.url, api_key=args.api_key, model=args.model)
 
 
 async def _answer(client: Client, conversation: Conversation, console: Console, fields: dict[str, Any]) -> None:
-    """Print the answer as it comes, and keep it.  A refused question is forgotten."""
+    """Print the answer as it comes, and keep what came of it.  A question without an answer is forgotten.  Raises ChatError."""
     said = ""
+    failed = True
     try:
         async for piece in client.stream(conversation.messages, **fields):
             said += piece
             console.print(Text(piece), end="")
-    except ChatError:
-        conversation.unsay()
+        failed = False
+    except asyncio.CancelledError:  # Ctrl-C
+        failed = not said
         raise
     finally:
         console.print()
-    conversation.answer(said)
-
-
-async def _ask(console: Console, conversation: Conversation) -> str | None:
-    """A line from the person, or None at the end.  The attachments stand in the prompt."""
-    for name in conversation.names:
-        console.print(Text(f"  + {name}", style="dim"))
-    try:
-        return (await asyncio.to_thread(console.input, "[bold cyan]>[/] ")).strip()
-    except EOFError:
-        console.print()
-        return None
+        if failed:
+            conversation.unsay()
+        else:
+            conversation.answer(said)

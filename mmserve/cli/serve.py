@@ -20,7 +20,6 @@ from mmserve.gateway.face import EngineFace
 from mmserve.gateway.guard import check_binding
 from mmserve.gateway.server import LINGER_S, Gateway
 
-HELP = "serve a model over HTTP (the default command)"
 _log = logging.getLogger(__name__)
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 _START_EXIT_S = 4.0  # how long a half-started engine gets to stop

@@ -13,9 +13,9 @@ from transformers import WhisperFeatureExtractor
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from mmserve.composition import AudioSpec
-from mmserve.models.adapter import Projector
-from mmserve.models.checkpoint import BadCheckpoint
-from mmserve.models.transformers_loading import load_module
+from mmserve.models.adapters import Projector
+from mmserve.models.tower_weights import load_module
+from mmserve.models.weights import BadCheckpoint
 
 
 class AudioTower:

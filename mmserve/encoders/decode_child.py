@@ -1,7 +1,7 @@
 """The process that decodes: one job at a time, under limits the kernel enforces.
 
-It trusts nothing it is given and is trusted with nothing: no network, no files, no fork, and main kills it when it takes too long.
-Imports numpy, Pillow, soundfile and soxr only, and those before the limits fall.
+It trusts nothing it is given and is trusted with nothing: it can open no file and no socket any more, and main kills it when it takes
+too long.  Imports numpy, Pillow, soundfile and soxr only, and all of them before the limits fall.
 """
 
 from __future__ import annotations
@@ -87,17 +87,18 @@ def _receive(channel: WorkerChannel) -> tuple[DecodeJob, bytes]:
 
 
 def _bind(limits: MediaLimits) -> None:
-    """From here on: so much more memory than now, nothing written anywhere, no core file, and no word on the terminal."""
+    """From here on: so much more memory than now, no descriptor but the channel, no core file, and no word on the terminal."""
     with open("/proc/self/statm") as file:
         mapped = int(file.read().split()[0]) * resource.getpagesize()
     most = mapped + limits.decode_memory_bytes
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     nowhere = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(nowhere, fd)
     os.close(nowhere)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))  # what is open stays open; nothing is added
 
 
 def _cpu_allowance_s(limits: MediaLimits) -> int:

@@ -2,7 +2,7 @@
 
 An entry is a header and the rows as they lie in memory.  The header's digest covers everything, the window's key included, so rows
 can't be served under another picture's name.  Only bytes go in and only bytes come out: diskcache would unpickle what a forged row says.
-All work is done by one thread of its own.
+Work is done by two threads of its own, one for reads, so that nobody who wants rows waits behind those who leave some.
 """
 
 from __future__ import annotations
@@ -92,28 +92,28 @@ class DiskTier:
         self._max_bytes = max_bytes
         self._on_corrupt = on_corrupt
         self._now_s = now_s or steady_epoch()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="mmserve-disk")
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="mmserve-disk-read")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="mmserve-disk-write")
         self._cache: diskcache.Cache | None = None
         self._warned_s = -math.inf
 
     async def open(self) -> None:
         """Sweep what a killed predecessor left.  Raises OSError when the directory is a link, not ours, or not writable."""
-        await self._do(self._open)
+        await _do(self._writer, self._open)
 
     async def read(self, key: bytes, rows: np.ndarray, dtype: str, ttl_s: float) -> float | None:
         """Fill `rows` [num_rows, hidden] and return the entry's age in seconds.  None is a miss, and then `rows` holds no promise."""
-        return await self._do(self._guarded, lambda: self._read(key, rows, dtype, ttl_s))
+        return await _do(self._reader, self._guarded, lambda: self._read(key, rows, dtype, ttl_s))
 
     async def write(self, key: bytes, rows: np.ndarray, dtype: str, ttl_s: float) -> bool:
         """True if the entry is there now."""
-        return bool(await self._do(self._guarded, lambda: self._write(key, rows, dtype, ttl_s)))
+        return bool(await _do(self._writer, self._guarded, lambda: self._write(key, rows, dtype, ttl_s)))
 
     async def close(self) -> None:
-        await self._do(self._close)
-        self._thread.shutdown()
-
-    def _do(self, work: Callable[..., R], *args: Any) -> asyncio.Future[R]:
-        return asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
+        for thread in (self._reader, self._writer):
+            await _do(thread, self._disconnect)
+            thread.shutdown()
+        self._cache = None
 
     def _open(self) -> None:
         _require_directory(self._directory)
@@ -148,10 +148,10 @@ class DiskTier:
             if str(path.relative_to(self._directory)) not in known:
                 path.unlink(missing_ok=True)
 
-    def _close(self) -> None:
+    def _disconnect(self) -> None:
+        """diskcache has one connection for each thread that used it."""
         if self._cache is not None:
             self._cache.close()
-            self._cache = None
 
     def _guarded(self, work: Callable[[], R]) -> R | None:
         try:
@@ -195,6 +195,10 @@ class DiskTier:
         assert self._cache is not None
         with suppress(sqlite3.Error, diskcache.Timeout, OSError):
             self._cache.delete(key)
+
+
+def _do(thread: ThreadPoolExecutor, work: Callable[..., R], *args: Any) -> asyncio.Future[R]:
+    return asyncio.get_running_loop().run_in_executor(thread, work, *args)
 
 
 def pack(key: bytes, rows: np.ndarray, dtype: str, created_s: float) -> bytes:

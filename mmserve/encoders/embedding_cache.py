@@ -111,7 +111,6 @@ class EmbeddingCache:
                         return self._allocate_now(shape, dtype)
                     except OutOfBuffer:
                         await self._room.wait()
-                    self._room.set()  # wake the others, too: what is too little for one may do for another
         except TimeoutError:
             raise Overloaded("no room for more media at the moment") from None
 

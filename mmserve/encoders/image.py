@@ -9,6 +9,7 @@ import io
 import warnings
 
 import numpy as np
+import PIL.TiffImagePlugin  # noqa: F401  EXIF is a TIFF, and a decode process can open no file when it meets the first one
 from PIL import GifImagePlugin, Image, ImageCms, ImageFile, ImageOps, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
 
 from mmserve.encoders.image_header import MAX_SCANS, check_size, count_scans, read_header, sniff
@@ -34,10 +35,11 @@ def decode(data: bytes, size: int, limits: MediaLimits | None = None) -> np.ndar
     Raises UndecodableMedia for anything Pillow can't make a whole picture of: a truncated file is not half a picture.
     """
     limits = limits or MediaLimits()
-    opener = _OPENERS.get(sniff(data) or "")
+    name = sniff(data) or ""
+    opener = _OPENERS.get(name)
     if opener is None:
         raise UnsupportedMedia("unsupported image format")
-    if sniff(data) == "jpeg" and count_scans(data) > MAX_SCANS:
+    if name == "jpeg" and count_scans(data) > MAX_SCANS:
         raise UndecodableMedia(f"a JPEG may have at most {MAX_SCANS} scans")
     try:
         with warnings.catch_warnings(action="ignore"), opener(io.BytesIO(data)) as image:
@@ -47,9 +49,8 @@ def decode(data: bytes, size: int, limits: MediaLimits | None = None) -> np.ndar
             image.load()
             profile = image.info.get("icc_profile")
             upright = ImageOps.exif_transpose(image) if _orientation(image) in range(2, 9) else image
-            flat = _flatten(upright)
-            small = flat.resize((size, size), Image.Resampling.BICUBIC)
-            return np.asarray(_to_srgb(small, profile))
+            small = _plain(upright).resize((size, size), Image.Resampling.BICUBIC)
+            return np.asarray(_to_srgb(_over_white(small), profile))
     except (OSError, SyntaxError, ValueError, EOFError, TypeError, IndexError, KeyError, ArithmeticError, AttributeError, RuntimeError):
         raise UndecodableMedia("the image can't be decoded: it is damaged or cut off") from None  # Pillow's own texts name addresses
 
@@ -63,22 +64,23 @@ def _orientation(image: Image.Image) -> int:
         return 1
 
 
-def _flatten(image: Image.Image) -> Image.Image:
-    """L, RGB or CMYK of 8 bits a channel, composed over white where there is transparency."""
+def _plain(image: Image.Image) -> Image.Image:
+    """8 bits a channel, no palette: L, LA, RGB, RGBA or CMYK."""
     if image.mode.startswith("I"):
         return _from_16_bit(image)
-    if image.mode in ("LA", "La") or (image.mode in ("1", "L") and "transparency" in image.info):
-        return _over_white(image.convert("LA"), "L")
-    if image.mode in ("RGBA", "RGBa", "PA") or "transparency" in image.info:
-        return _over_white(image.convert("RGBA"), "RGB")
-    if image.mode == "1":
-        return image.convert("L")
-    return image if image.mode in _PROFILE_SPACES else image.convert("RGB")
+    clear = image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info
+    if image.mode in ("1", "L", "LA", "La"):
+        return image.convert("LA" if clear else "L")
+    if image.mode == "CMYK":
+        return image
+    return image.convert("RGBA" if clear else "RGB")
 
 
-def _over_white(image: Image.Image, mode: str) -> Image.Image:
-    white = Image.new(mode, image.size, "white")
-    white.paste(image.convert(mode), mask=image.getchannel("A"))
+def _over_white(image: Image.Image) -> Image.Image:
+    if image.mode not in ("LA", "RGBA"):
+        return image
+    white = Image.new(image.mode[:-1], image.size, "white")
+    white.paste(image.convert(white.mode), mask=image.getchannel("A"))
     return white
 
 

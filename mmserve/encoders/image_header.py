@@ -16,6 +16,7 @@ ACCEPTED = "JPEG, PNG, GIF, WebP"
 MAX_SCANS = 64  # of a JPEG; each one costs a pass over all coefficients
 MAX_STEPS = 4096  # segments or blocks walked before the dimensions must have turned up
 
+_PROGRESSIVE = 0xC2
 _FILL = re.compile(rb"\xff+")
 _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")  # in entropy-coded data: neither stuffing nor a restart
 _HEIF_BRANDS = {b"heic", b"heix", b"hevc", b"hevx", b"heim", b"heis", b"mif1", b"msf1"}
@@ -51,7 +52,8 @@ def read_header(data: bytes, limits: MediaLimits, param: str | None) -> ImageHea
     except (_Malformed, struct.error, IndexError):
         raise UndecodableMedia(f"the {name.upper() if name else ''} header is damaged or cut off", param=param) from None
     check_size(width, height, limits, param)
-    if name == "jpeg" and count_scans(data) > MAX_SCANS:
+    # Counting costs a millisecond a megabyte: plain photos are spared it here, and `image.decode` counts theirs.
+    if name == "jpeg" and _jpeg_frame(data)[0] == _PROGRESSIVE and count_scans(data) > MAX_SCANS:
         raise TooLarge(f"a JPEG may have at most {MAX_SCANS} scans", param=param)
     assert name is not None
     return ImageHeader(name, width, height)
@@ -94,8 +96,9 @@ def sniff(data: bytes) -> str | None:
 
 def count_scans(data: bytes) -> int:
     """Scans of a JPEG's first picture, or more than MAX_SCANS if it can't be followed to its end in bounded steps."""
-    if data.count(b"\xff\xda") <= MAX_SCANS:  # the true number can't be higher, and one memory scan settles it
-        return data.count(b"\xff\xda")
+    at_most = data.count(b"\xff\xda")
+    if at_most <= MAX_SCANS:  # the true number can't be higher
+        return at_most
     position, scans, steps = 2, 0, 0
     while scans <= MAX_SCANS and (match := _MARKER.search(data, position)):
         marker, position = data[match.end() - 1], match.end()
@@ -119,6 +122,12 @@ class _Unsupported(Exception):
 
 
 def _jpeg_size(data: bytes) -> tuple[int, int]:
+    _, width, height = _jpeg_frame(data)
+    return width, height
+
+
+def _jpeg_frame(data: bytes) -> tuple[int, int, int]:
+    """(marker, width, height) of the frame header: C0 baseline, C1 extended, C2 progressive."""
     position = 2
     for _ in range(MAX_STEPS):
         fill = _FILL.match(data, position)
@@ -138,7 +147,7 @@ def _jpeg_size(data: bytes) -> tuple[int, int]:
             bits, height, width = struct.unpack_from(">BHH", data, position + 2)
             if bits != 8:
                 raise _Unsupported(f"{bits}-bit jpeg")
-            return width, height
+            return marker, width, height
         position += length
     raise _Malformed
 

@@ -11,9 +11,9 @@ import torch
 from transformers import CLIPVisionModel
 
 from mmserve.composition import VisionSpec
-from mmserve.models.adapter import Projector
-from mmserve.models.checkpoint import BadCheckpoint
-from mmserve.models.transformers_loading import load_module
+from mmserve.models.adapters import Projector
+from mmserve.models.tower_weights import load_module
+from mmserve.models.weights import BadCheckpoint
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # CLIP's own, per channel
 

@@ -16,7 +16,7 @@ from mmserve.errors import MmserveError, NotFound, TooLarge
 from mmserve.gateway import pages, routes
 from mmserve.gateway.body import check_declared
 from mmserve.gateway.guard import PROBED_ROUTES, Guard
-from mmserve.gateway.state import STATE, ServerState
+from mmserve.gateway.state import SHUTDOWN, STATE, ServerState
 
 _log = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -87,8 +87,8 @@ def error_response(error: MmserveError) -> web.Response:
     if error.status == HTTPStatus.UNAUTHORIZED:
         # Basic is for browsers: they ask for the playground's key as a password.
         response.headers.extend([(hdrs.WWW_AUTHENTICATE, "Bearer"), (hdrs.WWW_AUTHENTICATE, 'Basic realm="mmserve"')])
-    if error.status in (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.REQUEST_ENTITY_TOO_LARGE):
-        response.force_close()  # the rest of the body is of no interest
+    if error.status in (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.REQUEST_ENTITY_TOO_LARGE) or error.code == SHUTDOWN:
+        response.force_close()  # the rest of the body is of no interest; and who comes back shall come to another server
     return response
 
 
@@ -121,7 +121,8 @@ async def _expect(request: web.Request) -> web.StreamResponse | None:
         request[routes.REQUEST_ID] = new_request_id()
         return error_response(error)
     if request.headers.get(hdrs.EXPECT, "").lower() != "100-continue":
-        raise web.HTTPExpectationFailed
+        request[routes.REQUEST_ID] = new_request_id()
+        return _plain_error(HTTPStatus.EXPECTATION_FAILED, "invalid_request_error", "the only Expect known here is 100-continue")
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     request.writer.output_size = 0  # nothing of the answer itself was sent
     return None

@@ -6,7 +6,6 @@ A stream's headers wait for its first token (or `keep_alive_s`), so that a pictu
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncGenerator
 from typing import Self
@@ -17,7 +16,7 @@ from aiohttp import web
 from mmserve.errors import MmserveError
 from mmserve.gateway.answer import Answer, Choice, Schema, collect, server_timing
 from mmserve.gateway.call import Call
-from mmserve.gateway.sse import DONE, EventStream, event
+from mmserve.gateway.sse import DONE, KEEP_ALIVE, EventStream, event
 from mmserve.gateway.state import ServerState
 from mmserve.token_stream import Delta, Generation
 
@@ -51,10 +50,12 @@ async def _send_whole(request: web.Request, call: Call, generation: Generation, 
 async def _send_stream(request: web.Request, call: Call, generation: Generation, answer: Answer, state: ServerState) -> web.StreamResponse:
     keep_alive_s = state.config.server.keep_alive_s
     async with _Batches(generation) as batches:
-        await batches.wait_first(keep_alive_s)
+        has_first = await batches.wait_first(keep_alive_s)
         async with EventStream(request, _headers(generation), keep_alive_s=keep_alive_s) as stream:
             num_open = call.request.sampling.n
             try:
+                if not has_first:
+                    await stream.send(KEEP_ALIVE)
                 while deltas := await batches.next():
                     num_open -= sum(1 for delta in deltas if delta.finish_reason is not None)
                     await stream.send(answer.events(deltas))
@@ -86,17 +87,17 @@ class _Batches:
     async def __aexit__(self, *_: object) -> None:
         if self._first is not None:
             self._first.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._first
+            await asyncio.gather(self._first, return_exceptions=True)
         if isinstance(self._iterator, AsyncGenerator):
             await self._iterator.aclose()
 
-    async def wait_first(self, timeout_s: float) -> None:
-        """Until there is something to send, but at most `timeout_s`.  Raises what the generation raises before its first delta."""
+    async def wait_first(self, timeout_s: float) -> bool:
+        """Whether there is something to send, after `timeout_s` at most.  Raises what the generation raises before its first delta."""
         self._first = asyncio.create_task(self._step())
         await asyncio.wait({self._first}, timeout=timeout_s)
         if self._first.done():
             self._first.result()
+        return self._first.done()
 
     async def next(self) -> list[Delta]:
         """Empty at the end."""

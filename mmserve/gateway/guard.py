@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import hmac
 import ipaddress
@@ -45,8 +44,8 @@ class Guard:
             return
         self._check_origin(request)
         self._check_key(request)
-        if route not in PROBED_ROUTES:
-            _check_open(state)
+        if route not in PROBED_ROUTES and route != "/" and not route.startswith("/playground/"):
+            _check_open(state)  # the playground says by itself that the model is loading
 
     def _check_host(self, request: web.Request) -> None:
         """Without a key, loopback must stay loopback: a web page could have its own name resolve to it (DNS rebinding)."""
@@ -86,7 +85,7 @@ def _presented_key(header: str) -> str:
         case "basic":
             try:
                 return base64.b64decode(value.strip(), validate=True).decode().partition(":")[2]
-            except (binascii.Error, UnicodeDecodeError):
+            except ValueError:  # not base64, not ASCII, or not UTF-8 beneath
                 return ""
     return ""
 

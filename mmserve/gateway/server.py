@@ -77,7 +77,9 @@ class Gateway:
         await asyncio.wait([leaving, hurry], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         leaving.cancel()
         hurry.cancel()
-        await asyncio.gather(leaving, hurry, return_exceptions=True)
+        results = await asyncio.gather(leaving, hurry, return_exceptions=True)
+        if isinstance(results[0], Exception):
+            _log.error("draining failed", exc_info=results[0])
         self._state.cut_off()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LAST_WORDS_S):

@@ -13,7 +13,7 @@ from aiohttp import web
 
 SLOW_CLIENT_S = 30.0  # a write that waits this long for its reader ends the connection
 _HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-_KEEP_ALIVE = b": keep-alive\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 
 
@@ -41,7 +41,7 @@ class EventStream:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         assert self._timer is not None
         self._timer.cancel()
-        with contextlib.suppress(asyncio.CancelledError, ConnectionError, TimeoutError):
+        with contextlib.suppress(asyncio.CancelledError, ConnectionError):
             await self._timer
         if error is None:
             await self.response.write_eof()
@@ -63,11 +63,13 @@ class EventStream:
             if wait_s > 0:
                 await asyncio.sleep(min(wait_s, self._keep_alive_s))
             elif self._is_writing:
-                self._abort()
-                return
+                return self._abort()
             else:
-                async with asyncio.timeout(SLOW_CLIENT_S):
-                    await self.send(_KEEP_ALIVE)
+                try:
+                    async with asyncio.timeout(SLOW_CLIENT_S):
+                        await self.send(KEEP_ALIVE)
+                except TimeoutError:
+                    return self._abort()
 
     def _abort(self) -> None:
         """Closing would wait for the reader, too."""

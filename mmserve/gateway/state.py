@@ -16,6 +16,8 @@ from mmserve.gateway.call import Bounds
 from mmserve.gateway.face import EngineFace
 from mmserve.token_stream import Generation
 
+SHUTDOWN = "shutdown"
+
 
 class Phase(Enum):
     STARTING = "starting"
@@ -88,7 +90,7 @@ class ServerState:
 
 
 def shutting_down() -> Overloaded:
-    return Overloaded("the server is shutting down", code="shutdown", retry_after_s=5.0)
+    return Overloaded("the server is shutting down", code=SHUTDOWN, retry_after_s=5.0)
 
 
 STATE = web.AppKey("state", ServerState)

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from mmserve.models.checkpoint import Checkpoint
 from mmserve.models.decoder_config import DecoderConfig, inverse_frequencies, read_config
 from mmserve.models.paged_attention import AttentionPlan, PagedAttention
+from mmserve.models.weights import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)

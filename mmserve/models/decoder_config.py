@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mmserve.models.checkpoint import BadCheckpoint
+from mmserve.models.weights import BadCheckpoint
 
 _MODEL_TYPES = ("llama",)
 

@@ -143,11 +143,12 @@ class PagedAttention:
     def _groups(self, step: StepPlan, rows: np.ndarray, num_blocks: np.ndarray) -> list[DecodeGroup]:
         """Rows of similar length together, as many as keep their keys in cache."""
         rows = rows[np.argsort(num_blocks[rows], kind="stable")]
+        row_bytes = [length * self._block_bytes for length in num_blocks[rows].tolist()]  # plain ints: int32 would overflow
         groups = []
         start = 0
         while start < len(rows):
             stop = start + 1
-            while stop < len(rows) and (stop + 1 - start) * num_blocks[rows[stop]] * self._block_bytes <= _GATHER_BYTES:
+            while stop < len(rows) and (stop + 1 - start) * row_bytes[stop] <= _GATHER_BYTES:
                 stop += 1
             groups.append(self._group(step, rows[start:stop], num_blocks))
             start = stop

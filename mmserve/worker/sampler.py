@@ -67,7 +67,11 @@ def _ids(first: np.ndarray | None, second: np.ndarray | None, vocab_size: int) -
 
 
 def _draw(logits: torch.Tensor, rows: Sequence[RowSampling]) -> torch.Tensor:
-    """Temperature, filters, and one inverse-CDF draw a row; int64 [R]."""
+    """Temperature, filters, and one Gumbel-max draw a row; int64 [R].
+
+    A row drawn again after a worker's death has logits that differ in their last bits, since its batch does.  The Gumbel maximum then
+    changes only if two scores are as close as those bits; an inverse CDF would, wherever its one number falls between two tokens' shares.
+    """
     device = logits.device
 
     def column(values: list[float]) -> torch.Tensor:
@@ -79,12 +83,8 @@ def _draw(logits: torch.Tensor, rows: Sequence[RowSampling]) -> torch.Tensor:
         scaled.masked_fill_(scaled.exp() < column([row.min_p for row in rows]), -torch.inf)
     if any(row.top_k > 0 or row.top_p < 1 for row in rows):
         scaled = _keep_top(scaled, column([row.top_k or logits.shape[1] for row in rows]), column([row.top_p for row in rows]))
-    cumulative = scaled.softmax(dim=-1).cumsum(dim=-1)
-    total = cumulative[:, -1:]
-    uniform = torch.from_numpy(uniforms([row.seed for row in rows], [row.position for row in rows])).to(device).unsqueeze(1)
-    # Below the total even when the product rounds up: the token found then has a probability above zero.
-    target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, target, right=True).squeeze(1)
+    noise = uniforms([row.seed for row in rows], [row.position for row in rows], logits.shape[1], device)
+    return (scaled - noise.log().neg().log()).argmax(dim=-1)
 
 
 def _keep_top(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
@@ -98,15 +98,32 @@ def _keep_top(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) ->
     return torch.empty_like(scaled).scatter_(1, order, ordered)
 
 
-def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
-    """float64 [R] in [0, 1), a hash of (seed, position): two rounds of the SplitMix64 finaliser (Steele, Lea, Flood 2014)."""
-    seed = np.array([value & 0xFFFFFFFFFFFFFFFF for value in seeds], np.uint64)
-    mixed = _mix(_mix(seed) + np.array(positions, np.uint64))
-    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+def uniforms(seeds: Sequence[int], positions: Sequence[int], vocab_size: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """float64 [R, V] in (0, 1), a hash of (seed, position, token): rounds of the SplitMix64 finaliser (Steele, Lea, Flood 2014)."""
+
+    def column(values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor([_signed(value) for value in values], dtype=torch.int64, device=device).unsqueeze(1)
+
+    rows = _mix(_mix(column(seeds)) + column(positions))
+    mixed = _mix(rows + torch.arange(vocab_size, device=device) * _GOLDEN)
+    return (_shifted(mixed, 11).double() + 0.5) * 2.0**-53
 
 
-def _mix(value: np.ndarray) -> np.ndarray:
-    value = value + np.uint64(0x9E3779B97F4A7C15)
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return value ^ (value >> np.uint64(31))
+def _signed(value: int) -> int:
+    """The int64 with the same 64 bits: torch has no uint64 arithmetic, but two's complement wraps the same way."""
+    return (value + 2**63) % 2**64 - 2**63
+
+
+_GOLDEN, _FIRST, _SECOND = map(_signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+def _mix(value: torch.Tensor) -> torch.Tensor:
+    value = value + _GOLDEN
+    value = (value ^ _shifted(value, 30)) * _FIRST
+    value = (value ^ _shifted(value, 27)) * _SECOND
+    return value ^ _shifted(value, 31)
+
+
+def _shifted(value: torch.Tensor, bits: int) -> torch.Tensor:
+    """Right, filling with zeros."""
+    return (value >> bits) & (2 ** (64 - bits) - 1)

@@ -218,7 +218,7 @@ class _Trainer:
         return float(loss)
 
 
-def train(out_dir: Path, max_minutes: float = 30.0, num_steps: int = 2000, seed: int = 0) -> Score:
+def train(out_dir: Path, max_minutes: float = 45.0, num_steps: int = 2250, seed: int = 0) -> Score:
     """Train or go on training; leaves `out_dir/model` and returns its score on voices never heard.
 
     `max_minutes` is CPU time, over all restarts.  Raises RuntimeError if the tower ends below GATE: more steps or minutes go on from there.
@@ -267,8 +267,8 @@ def _save_model(tower: WhisperEncoder, out_dir: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out_dir", type=Path)
-    parser.add_argument("--max-minutes", type=float, default=30.0)
-    parser.add_argument("--num-steps", type=int, default=2000)
+    parser.add_argument("--max-minutes", type=float, default=45.0)
+    parser.add_argument("--num-steps", type=int, default=2250)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     train(arguments.out_dir, arguments.max_minutes, arguments.num_steps, arguments.seed)

@@ -28,6 +28,7 @@ class Batch:
     targets: torch.Tensor  # int64 [R, T], IGNORE or the next token
     asked: torch.Tensor  # int64 [R, T], index into `rows`' questions in order, -1 where there is no target
     media: tuple[torch.Tensor, torch.Tensor]  # row and column of every media row
+    pictures: torch.Tensor  # int64 [media rows], which picture of its row each belongs to; IGNORE for clips
     slots: tuple[Slot, ...]
     rows: tuple[Row, ...]
 
@@ -49,14 +50,20 @@ def collate(rows: Sequence[Row]) -> Batch:
     mask = causal & ((there == here) | (there == PREFIX))
     asked = padded("asked", -1)
     asked = torch.where(asked >= 0, asked + torch.tensor(num_before)[:, None], asked)
-    at_row, at_column = [], []
+    at_row: list[int] = []
+    at_column: list[int] = []
+    pictures: list[int] = []
     for index, row in enumerate(rows):
+        num_pictures = 0
         for start, slot in row.slots:
             at_row += [index] * len(slot.offsets)
             at_column += range(start, start + len(slot.offsets))
+            pictures += [num_pictures if slot.is_image else IGNORE] * len(slot.offsets)
+            num_pictures += slot.is_image
     return Batch(
         padded("ids", 0), padded("positions", 0), mask[:, None], padded("targets", IGNORE), asked,
         (torch.tensor(at_row, dtype=torch.long), torch.tensor(at_column, dtype=torch.long)),
+        torch.tensor(pictures, dtype=torch.long),
         tuple(slot for row in rows for _, slot in row.slots), tuple(rows),
     )  # fmt: skip
 
@@ -69,20 +76,30 @@ class Hints(nn.Module):
         self.norm = nn.RMSNorm(DECODER_WIDTH)
         self.sizes = (4, 4, len(CELLS), len(KIND_NAMES), len(COLORS), len(FRAME_LABELS), len(SPOKEN_QUESTIONS) + 2)
         self.head = nn.Linear(DECODER_WIDTH, sum(self.sizes))
+        self.picture = nn.Linear(DECODER_WIDTH, 2)
+        self.asked = nn.Linear(DECODER_WIDTH, 4)
+        self.plurals = nn.Linear(DECODER_WIDTH, len(KIND_NAMES))
+
+    def picture_loss(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Each picture row behind the first layer tells which picture it belongs to."""
+        return _choice_loss(self.picture(hidden[batch.media]), batch.pictures)
 
     def loss(self, hidden: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
         hints = [(index, hint) for index, row in enumerate(rows) for hint in row.hints]
         if not hints:
             return hidden.new_zeros(())
         at = hidden[torch.tensor([i for i, _ in hints]), torch.tensor([h.at for _, h in hints])]
-        out = self.head(self.norm(at)).split(self.sizes, dim=1)
+        at = self.norm(at)
+        out = self.head(at).split(self.sizes, dim=1)
         first = torch.tensor([h.counts[0] if h.counts else IGNORE for _, h in hints])
         second = torch.tensor([h.counts[1] if len(h.counts) > 1 else IGNORE for _, h in hints])
         color = torch.tensor([IGNORE if h.color is None else h.color for _, h in hints])
         heard = torch.tensor([IGNORE if h.heard is None else h.heard for _, h in hints])
         form = torch.tensor([IGNORE if h.form is None else h.form for _, h in hints])
         loss = sum(_choice_loss(o, t) for o, t in zip((*out[:2], *out[4:]), (first, second, color, heard, form), strict=True))
-        for logits, name, scale in ((out[2], "cells", 3.0), (out[3], "kinds", 6.0)):
+        asked = torch.tensor([IGNORE if h.asked is None else h.asked for _, h in hints])
+        loss = loss + _choice_loss(self.asked(at), asked)
+        for logits, name, scale in ((out[2], "cells", 3.0), (out[3], "kinds", 8.0), (self.plurals(at), "plurals", 8.0)):
             known = [(i, getattr(h, name)) for i, (_, h) in enumerate(hints) if getattr(h, name) is not None]
             if known:
                 mine = logits[torch.tensor([i for i, _ in known])]
@@ -130,4 +147,6 @@ def forward(decoder: LlamaForCausalLM, hints: Hints | None, batch: Batch, embed:
     loss = answer_loss
     if hints is not None:
         loss = loss + HINT_WEIGHT * hints.loss(out.hidden_states[-2], batch.rows)
+        if batch.slots:
+            loss = loss + HINT_WEIGHT * hints.picture_loss(out.hidden_states[1], batch)
     return Outcome(loss, answer_loss.item(), (wrong == 0).tolist())

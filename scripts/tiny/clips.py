@@ -21,11 +21,11 @@ _OCTAVES = np.log2(np.maximum(_HERTZ, 60) / 1000)  # above 1 kHz
 
 def sample_utterance(rng: random.Random) -> Utterance:
     draw = rng.random()
-    if draw < 0.50:
+    if draw < 0.38:
         return Utterance((rng.choice(SPOKEN_WORDS),))
-    if draw < 0.53:
+    if draw < 0.41:
         return Utterance(rng.choice(_QUESTIONS[:2]))
-    if draw < 0.90:
+    if draw < 0.88:
         return Utterance(rng.choice(_QUESTIONS[2:]))
     return Utterance(sound=rng.choice(SOUNDS))
 

@@ -56,7 +56,7 @@ STAGES = (
         "two pictures", {"single": 0.4, "pair": 0.4, "audio": 0.15, "text": 0.05}, (24, 44), 7, 0.5,
         {"which": 0.85, "count": 0.87, "word": 0.85},
     ),
-    Stage("everything", {"single": 0.2, "pair": 0.27, "audio": 0.1, "spoken": 0.25, "both": 0.1, "text": 0.08}, (24, 64), 7, 1.0, {}),
+    Stage("everything", {"single": 0.14, "pair": 0.37, "audio": 0.09, "spoken": 0.23, "both": 0.09, "text": 0.08}, (24, 64), 7, 1.0, {}),
 )  # fmt: skip
 DECAY_SHARE = 0.3  # of the whole training, at its end
 

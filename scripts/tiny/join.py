@@ -40,8 +40,8 @@ from scripts.tiny.rows import RowMaker, Slot
 from scripts.tiny.symbolic import NUM_PATCHES
 
 SEED = 40
-WEIGHTS = {"single": 0.22, "pair": 0.28, "audio": 0.1, "spoken": 0.24, "both": 0.1, "text": 0.06}
-SYMBOLIC_SHARE = 0.2  # of the batches
+WEIGHTS = {"single": 0.2, "pair": 0.28, "audio": 0.08, "spoken": 0.3, "both": 0.08, "text": 0.06}
+SYMBOLIC_SHARE = 0.35  # of the batches
 NUM_SYMBOLIC = (24, 64)
 DISTIL_STEPS = 1200
 
@@ -55,7 +55,7 @@ class Phase:
     rows: int
 
 
-PHASES = (Phase(0.45, (90, 160), 8), Phase(0.3, (160, 320), 6), Phase(0.25, (NUM_PATCHES, NUM_PATCHES), 3))
+PHASES = (Phase(0.5, (64, 128), 8), Phase(0.25, (160, 320), 6), Phase(0.25, (NUM_PATCHES, NUM_PATCHES), 3))
 
 
 class Joined(Learner):
@@ -95,7 +95,7 @@ def distil(joined: Joined, pictures: VisionPool, clips: AudioPool) -> tuple[floa
             things = labels.kind.nonzero()[0]
             kept = [*generator.choices(things.tolist(), k=48), *generator.sample(range(NUM_PATCHES), 48)]
             features.append(torch.from_numpy(pictures.features[index][kept]).float())
-            targets.append(joined.ideal.vision_rows(words, [labels])[kept])
+            targets.append(joined.ideal.vision_rows(words, [labels.at(kept)]))
         return torch.cat(features), torch.cat(targets)
 
     def some_frames() -> tuple[torch.Tensor, torch.Tensor]:
@@ -184,8 +184,8 @@ def _draw(joined: Joined, pictures: VisionPool, clips: AudioPool, done: float, r
     real = RealSource(pictures, clips, phase.num_patches)
     joined.source = real
     is_real = rng.random() >= SYMBOLIC_SHARE
-    maker = RowMaker(joined.tokenizer, real if is_real else SymbolicSource(NUM_SYMBOLIC), num_questions=10)
-    num_rows = phase.rows if is_real and what not in ("audio", "text") else 10
+    maker = RowMaker(joined.tokenizer, real if is_real else SymbolicSource(NUM_SYMBOLIC), num_questions=12)
+    num_rows = phase.rows if is_real and what not in ("audio", "text") else 8  # the others are short
     return collate([maker.make(rng, what) for _ in range(num_rows)]), is_real
 
 
@@ -201,7 +201,7 @@ def _phase(done: float) -> Phase:
 def evaluate(joined: Joined, pictures: VisionPool, clips: AudioPool, num_batches: int = 40) -> Tally:
     """Answers right word for word, on held-out pools and with all patches."""
     joined.source = source = RealSource(pictures, clips, (NUM_PATCHES, NUM_PATCHES))
-    maker = RowMaker(joined.tokenizer, source, num_questions=10)
+    maker = RowMaker(joined.tokenizer, source, num_questions=12)
     rng, tally = random.Random(2**30 + SEED), Tally(decay=1.0)
     for number in range(num_batches):
         what = tuple(WEIGHTS)[number % len(WEIGHTS)]
@@ -232,46 +232,49 @@ def load(path: Path, num_layers: int) -> Joined:
     return joined.eval()
 
 
-def train(
-    out_dir: Path,
-    decoder_dir: Path,
-    vision_dir: Path,
-    audio_dir: Path,
-    cache_dir: Path,
-    *,
-    size: str,
-    num_questions: int,
-    max_minutes: float,
-) -> Tally:
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    vision_dir: Path
+    audio_dir: Path
+    cache_dir: Path
+
+
+def train_small(out_dir: Path, decoder_dir: Path, inputs: Inputs, *, num_questions: int = 120_000, max_minutes: float = 30.0) -> Tally:
     """Write `out_dir`/checkpoint.pt, whose "joined" is the result; return its held-out scores.  Resumes."""
-    torch.manual_seed(SEED)
-    out_dir.mkdir(parents=True, exist_ok=True)
-    pictures, clips = train_pools(vision_dir, audio_dir, cache_dir)
+    pictures, clips = train_pools(inputs.vision_dir, inputs.audio_dir, inputs.cache_dir)
     joined = Joined(SMALL_LAYERS)
     if not (out_dir / "checkpoint.pt").exists():
-        joined.load_state_dict(torch.load(decoder_dir / "learner.pt", weights_only=True), strict=False)
+        learned = torch.load(decoder_dir / "checkpoint.pt", weights_only=True)["learner"]
+        joined.load_state_dict(learned, strict=False)  # all but the projectors
         left = distil(joined, pictures, clips)
         print(f"{time.strftime('%H:%M:%S')} distilled, unexplained variance: vision {left[0]:.3f}, audio {left[1]:.3f}", flush=True)
-    if size == "large":
-        joined = grow(joined)
-    tune(joined, pictures, clips, out_dir, num_questions, max_minutes, lr=0.008)
-    return evaluate(joined.eval(), *held_out_pools(vision_dir, audio_dir, cache_dir))
+    tune(joined, pictures, clips, out_dir, num_questions, max_minutes, lr=0.01)
+    return evaluate(joined.eval(), *held_out_pools(inputs.vision_dir, inputs.audio_dir, inputs.cache_dir))
+
+
+def train_large(out_dir: Path, small_dir: Path, inputs: Inputs, *, num_questions: int = 60_000, max_minutes: float = 30.0) -> Tally:
+    """The same, grown from the joined small one."""
+    pictures, clips = train_pools(inputs.vision_dir, inputs.audio_dir, inputs.cache_dir)
+    large = grow(load(small_dir / "checkpoint.pt", SMALL_LAYERS)).train()
+    tune(large, pictures, clips, out_dir, num_questions, max_minutes, lr=0.007)
+    return evaluate(large.eval(), *held_out_pools(inputs.vision_dir, inputs.audio_dir, inputs.cache_dir))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("out", "decoder", "vision", "audio", "cache"):
-        parser.add_argument(f"--{name}", type=Path, required=True)
     parser.add_argument("--size", choices=("small", "large"), default="small")
-    parser.add_argument("--questions", type=int, default=60_000)
-    parser.add_argument("--max-minutes", type=float, default=15.0)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--start", type=Path, required=True, help="what scripts.tiny.decoder left; for large, what joining small left")
+    for name in ("vision", "audio", "cache"):
+        parser.add_argument(f"--{name}", type=Path, required=True)
+    parser.add_argument("--max-minutes", type=float, default=30.0)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    tally = train(
-        options.out, options.decoder, options.vision, options.audio, options.cache,
-        size=options.size, num_questions=options.questions, max_minutes=options.max_minutes,
-    )  # fmt: skip
-    print(f"held out: {tally}")
+    torch.manual_seed(SEED)
+    options.out.mkdir(parents=True, exist_ok=True)
+    inputs = Inputs(options.vision, options.audio, options.cache)
+    train = train_small if options.size == "small" else train_large
+    print(f"held out: {train(options.out, options.start, inputs, max_minutes=options.max_minutes)}")
 
 
 if __name__ == "__main__":

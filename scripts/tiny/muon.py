@@ -20,7 +20,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             by_shape: dict[tuple[int, int], list[nn.Parameter]] = defaultdict(list)
             for param in group["params"]:
@@ -52,7 +52,7 @@ class Muon(torch.optim.Optimizer):
 def _orthogonal(matrices: torch.Tensor, num_steps: int = 4) -> torch.Tensor:
     """Newton-Schulz towards the nearest matrices with singular values near one; [N, rows <= columns, columns]."""
     a, b, c = 3.4445, -4.7750, 2.0315
-    x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    x: torch.Tensor = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(num_steps):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x

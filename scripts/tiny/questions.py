@@ -208,6 +208,7 @@ def about_scene(rng: random.Random, scene: Scene, task: str, scenes: Sequence[Sc
     several = nth is not None
     others = [s for i, s in enumerate(scenes) if i != nth] if several else []
     kind: str | None = None
+    forms: Sequence[str]
     if task == "name":
         forms, answer = (NAME_NTH if several else NAME), name_answer(scene)
     elif task == "describe":
@@ -235,12 +236,12 @@ def about_pair(rng: random.Random, scenes: Sequence[Scene]) -> Question:
         have = [k for k in KIND_NAMES if any(scene.count(k) for scene in scenes)]
         kind = rng.choice(have) if have and rng.random() < 0.85 else _absent(rng, scenes)
         return Question(_fill(rng, WHICH, kind), which_answer(scenes, kind), "which", kind)
-    if dice < 0.31:
+    if dice < 0.33:
         names = (name_answer(scene).removeprefix("I see ") for scene in scenes)
         answer = " ".join(f"In the {nth} picture I see {name}" for nth, name in zip(_ORDINALS, names, strict=True))
         return Question(_fill(rng, NAME_BOTH), answer, "name both")
     nth = rng.randrange(2)
-    task = rng.choices(("name", "background", "count", "where", "presence"), (3, 3, 2, 3, 4))[0]
+    task = rng.choices(("name", "background", "count", "where", "presence"), (4, 1.5, 3, 2.5, 3))[0]
     return about_scene(rng, scenes[nth], task, scenes, nth)
 
 
@@ -262,7 +263,7 @@ def sample_clip(rng: random.Random) -> Utterance:
 
 def spoken(rng: random.Random, scene: Scene | None) -> Spoken:
     """A spoken question about `scene`; about a picture that isn't there without one."""
-    form = rng.choice(SPOKEN_QUESTIONS)
+    form = rng.choices(SPOKEN_QUESTIONS, (1.0, 0.6, 1.2, 1.2, 1.5))[0]
     task = ("name", "background", "count", "where", "presence")[SPOKEN_QUESTIONS.index(form)]
     if scene is None:
         kind: str | None = rng.choice(KIND_NAMES)
@@ -277,7 +278,7 @@ def spoken(rng: random.Random, scene: Scene | None) -> Spoken:
 
 def about_single(rng: random.Random, scene: Scene) -> Question:
     """One question about a single picture."""
-    task = rng.choices(("name", "describe", "background", "count", "where", "presence"), (3, 1.2, 1.5, 3.5, 3, 4))[0]
+    task = rng.choices(("name", "describe", "background", "count", "where", "presence"), (4, 1.8, 0.8, 4, 2, 2.5))[0]
     return about_scene(rng, scene, task)
 
 
@@ -285,6 +286,7 @@ def declined(rng: random.Random, num_pictures: int, has_clip: bool) -> Question:
     """A question that the media at hand can't answer."""
     kind = rng.choice(KIND_NAMES)
     choices: list[tuple[Sequence[str], str]] = []
+    forms: Sequence[str]
     if num_pictures == 0:
         forms = rng.choice((NAME, DESCRIBE, BACKGROUND, COUNT, WHERE, PRESENCE, WHICH, NAME_NTH))
         # "What do you see?" and the like are also asked of a clip alone.

@@ -31,7 +31,7 @@ from scripts.tiny.symbolic import NUM_PATCHES, FrameLabels, PatchLabels
 from scripts.tiny.world import COLORS, KINDS, Scene, Utterance, sample_scene
 
 NUM_SCENES, NUM_HELD_OUT = 3000, 200
-CLIPS_PER_UTTERANCE = 8
+CLIPS_PER_UTTERANCE = 10
 _CHUNK = 100  # scenes to a file
 _VISION_SEED, _AUDIO_SEED = 500_000_000, 600_000_000
 _HELD_OUT_OFFSET = 200_000  # past the seeds the towers are scored on

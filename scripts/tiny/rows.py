@@ -53,8 +53,10 @@ class Hint:
 
     at: int
     counts: tuple[int, ...] = ()  # of the kind asked for, in each picture
-    cells: tuple[int, ...] | None = None
-    kinds: tuple[int, ...] | None = None
+    asked: int | None = None  # how many of the kind asked for are in the picture asked for
+    cells: tuple[int, ...] | None = None  # and where
+    kinds: tuple[int, ...] | None = None  # which are there; within an answer, which have still to be named
+    plurals: tuple[int, ...] | None = None  # which of those more than once
     color: int | None = None
     heard: int | None = None  # index into FRAME_LABELS
     form: int | None = None  # index into SPOKEN_QUESTIONS, or one more for a word, two more for a sound
@@ -138,6 +140,7 @@ class RowMaker:
         self._source, self._num_questions = source, num_questions
         self._encode: Encode = lru_cache(maxsize=200_000)(lambda text: tuple(tokenizer.encode(text).ids))
         self._nouns = {tokens.token_of(tokenizer, form): kind for kind in KIND_NAMES for form in (kind, PLURALS[kind])}
+        (self._full_stop,) = tokenizer.encode(".").ids
         self._ordinals = {tokens.token_of(tokenizer, word): i for i, word in enumerate(("first", "second"))}
 
     def make(self, rng: random.Random, what: str) -> Row:
@@ -244,30 +247,52 @@ class RowMaker:
         start = len(writer.row.ids)
         question = asked.question
         writer.ask(question, asked.slice_name, text=text)
+        if scenes and question.task.removeprefix("spoken ") in ("name", "describe", "name both"):
+            self._hint_names(writer.row, start, scenes, question)
         if not scenes or text is not None or question.task == "decline" or question.task.startswith("spoken"):
             return
+        noun = ordinal = None
         for index in range(start, len(writer.row.ids)):
             if writer.row.targets[index] != IGNORE:
-                return
+                break
             token = writer.row.ids[index]
-            if question.kind is not None and self._nouns.get(token) == question.kind:
-                writer.row.hints.append(_kind_hint(index, scenes, question))
-            elif question.kind is None and question.nth is not None and token in self._ordinals:
-                writer.row.hints.append(_scene_hint(index, scenes[question.nth]))
+            noun = index if question.kind is not None and self._nouns.get(token) == question.kind else noun
+            ordinal = index if question.nth is not None and token in self._ordinals else ordinal
+        writer.row.hints += _question_hints(noun, ordinal, scenes, question)
+
+    def _hint_names(self, row: Row, start: int, scenes: Sequence[Scene], question: Question) -> None:
+        """All along the sentences that name kinds: what has still to be named."""
+        told = list(scenes) if question.task == "name both" else [scenes[question.nth or 0]]
+        said: set[str] = set()
+        for index in range(start, len(row.ids)):
+            if row.targets[index] == IGNORE or not told:
+                continue
+            if row.ids[index] in self._nouns:
+                said.add(self._nouns[row.ids[index]])
+            left = [told[0].count(kind) if kind not in said else 0 for kind in KIND_NAMES]
+            row.hints.append(Hint(index, kinds=tuple(int(n > 0) for n in left), plurals=tuple(int(n > 1) for n in left)))
+            if row.targets[index] == self._full_stop:
+                said, told = set(), told[1:]
+
+
+def _question_hints(noun: int | None, ordinal: int | None, scenes: Sequence[Scene], question: Question) -> list[Hint]:
+    """At a noun how many there are in each picture; at an ordinal its picture; at the later of the two what both together say."""
+    if question.kind is None or noun is None:
+        return [] if ordinal is None or question.nth is None else [_scene_hint(ordinal, scenes[question.nth])]
+    counts = tuple(scene.count(question.kind) for scene in scenes)
+    if len(scenes) > 1 and question.nth is None:
+        return [Hint(noun, counts)]
+    where = scenes[question.nth or 0]
+    here = {thing.cell for thing in where.things if thing.kind == question.kind}
+    cells = tuple(int(cell in here) for cell in range(9))
+    if ordinal is None:
+        return [Hint(noun, counts, where.count(question.kind), cells)]
+    return [Hint(noun, counts), Hint(max(noun, ordinal), (), where.count(question.kind), cells)]
 
 
 def _scene_hint(at: int, scene: Scene) -> Hint:
     kinds = tuple(int(scene.count(kind) > 0) for kind in KIND_NAMES)
     return Hint(at, kinds=kinds, color=tuple(COLORS).index(scene.background))
-
-
-def _kind_hint(at: int, scenes: Sequence[Scene], question: Question) -> Hint:
-    assert question.kind is not None
-    counts = tuple(scene.count(question.kind) for scene in scenes)
-    if len(scenes) == 2 and question.nth is None:
-        return Hint(at, counts=counts)
-    here = {thing.cell for thing in scenes[question.nth or 0].things if thing.kind == question.kind}
-    return Hint(at, counts=counts, cells=tuple(int(cell in here) for cell in range(9)))
 
 
 def _clip_hint(at: int, clip: Utterance, scenes: Sequence[Scene], spoken: Question | None) -> Hint:
@@ -281,5 +306,5 @@ def _clip_hint(at: int, clip: Utterance, scenes: Sequence[Scene], spoken: Questi
     heard = FRAME_LABELS.index(spoken.kind)
     if not scenes:
         return Hint(at, heard=heard, form=form)
-    hint = _kind_hint(at, scenes, spoken)
-    return Hint(at, hint.counts, hint.cells, heard=heard, form=form)
+    (hint,) = _question_hints(at, None, scenes, spoken)
+    return Hint(at, hint.counts, hint.asked, hint.cells, heard=heard, form=form)

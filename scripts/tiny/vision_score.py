@@ -15,7 +15,7 @@ import numpy as np
 from scripts.tiny.render import KIND_INDEX, Rendered
 from scripts.tiny.world import COLORS, GRID, PATCH_SIZE, Scene
 
-MIN_VOTES = 5  # patches that must agree on a kind before it counts as seen
+MIN_VOTES = 8  # patches that must agree on a kind before it counts as seen
 FLAG_THRESHOLD = 0.3  # a centre on the border of two patches gives each about a half
 MAX_STRAY = 2.5  # patches between a thing's centre and the flag that may stand for it
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 
-from mmserve.models.checkpoint import BadCheckpoint, Checkpoint
+from mmserve.models.weights import BadCheckpoint, Checkpoint
 
 
 class Projector:

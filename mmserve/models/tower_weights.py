@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from mmserve.models.checkpoint import BadCheckpoint
+from mmserve.models.weights import BadCheckpoint
 
 
 def load_module(kind: Any, directory: Path, device: torch.device, dtype: torch.dtype) -> Any:
