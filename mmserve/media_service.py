@@ -16,9 +16,9 @@ from mmserve.encoders.decode_process import DecodeProcesses
 from mmserve.encoders.disk_tier import DiskTier
 from mmserve.encoders.embedding_cache import CacheEvent, EmbeddingCache
 from mmserve.encoders.encoder_pool import EncoderPool
-from mmserve.encoders.image import read_header
+from mmserve.encoders.image_header import read_header
 from mmserve.errors import BadRequest, TooLarge, WorkerDied
-from mmserve.media import ImageHeader, MediaItem, MediaKind, MediaWindow, PreparedMedia, content_digest
+from mmserve.media import AudioHeader, ImageHeader, MediaItem, MediaKind, MediaWindow, PreparedMedia, content_digest
 from mmserve.metrics import Metrics
 from mmserve.plan import EncodePlan, EncodeResult, EncoderReady, EncoderWorkerSpec
 from mmserve.shared_buffer import ITEM_SIZE, SharedBuffer
@@ -26,6 +26,7 @@ from mmserve.supervisor import Supervisor, Worker
 
 ENCODE_TIMEOUT_S = 120.0  # a full batch of 48 pictures on a busy laptop
 SMALL_BYTES = 64 * 1024  # hashed on the loop: well under a millisecond
+MAX_CLIP_HEADERS = 4096  # clips whose length is remembered
 SHARE_FOR_REQUESTS = 0.8  # of the shared buffer; the rest lets rows of the past stay while new ones land
 
 
@@ -127,6 +128,7 @@ class MediaService:
         self._on_cache_event = on_cache_event
         self.room = MediaRoom(int(buffer.memory.num_bytes * SHARE_FOR_REQUESTS))
         self.supervisors: list[Supervisor] = []
+        self._clip_headers: dict[bytes, AudioHeader] = {}  # by content, oldest first
         self._clients: dict[MediaKind, list[SupervisedEncoder]] = {}
 
     @asynccontextmanager
@@ -185,7 +187,12 @@ class MediaService:
             header = read_header(item.data, self._config.limits, item.param)
             return PreparedMedia(item, content, header, vision.windows(content, decoder, detail=item.detail, salt=salt))
         audio = self._composition.require_audio(item.param)
-        clip = await self.decode.probe_audio(item)
+        clip = self._clip_headers.get(content)
+        if clip is None:
+            clip = await self.decode.probe_audio(item)  # decodes all of it, to count
+            if len(self._clip_headers) >= MAX_CLIP_HEADERS:
+                del self._clip_headers[next(iter(self._clip_headers))]
+            self._clip_headers[content] = clip
         num_samples = audio.num_samples(clip.num_frames, clip.sample_rate)
         return PreparedMedia(item, content, clip, audio.windows(content, decoder, num_samples, salt=salt), num_samples)
 

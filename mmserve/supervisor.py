@@ -47,7 +47,13 @@ class Worker:
     @classmethod
     async def spawn(cls, role: str, target: str, args: tuple[object, ...]) -> Worker:
         process, end = start_child(target, args, name=f"mmserve-{role}")
-        return cls(role, process, await Channel.open(end))
+        try:
+            return cls(role, process, await Channel.open(end))
+        except BaseException:
+            process.kill()
+            process.join()
+            end.close()
+            raise
 
     @property
     def pid(self) -> int:
@@ -94,8 +100,10 @@ class Worker:
     async def bury(self) -> None:
         """Make sure it is gone and reaped.  Idempotent."""
         self.kill()
-        await self.died.wait()
-        self._channel.close()
+        try:
+            await self.died.wait()
+        finally:
+            self._channel.close()
         self._process.join()
 
     def _note_death(self) -> None:

@@ -110,6 +110,17 @@ def test_a_step_that_ran_out_of_memory_is_tried_again_smaller_and_nothing_is_los
     assert desk.kv.usage == 0
 
 
+def test_no_more_sequences_stay_than_the_smaller_step_has_tokens():
+    desk = Desk()
+    desk.add(*(sequence(i, str(i), 5) for i in range(6)))
+    desk.step()
+    desk.fail(desk.plan())
+    assert desk.scheduler.num_running == 3
+    assert desk.step() == [(0, 1), (1, 1), (2, 1)]
+    desk.run()
+    assert all(each.finish_reason is FinishReason.LENGTH for each in desk.truth.values())
+
+
 def test_a_failed_step_spoils_the_copies_it_was_to_make():
     desk = Desk(block_size=256)
     desk.add(sequence(1, 100))

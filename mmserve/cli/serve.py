@@ -16,6 +16,7 @@ from rich.console import Console
 from mmserve.cli.banner import banner
 from mmserve.cli.settings import add_settings, read_settings
 from mmserve.config import Config, ConfigError
+from mmserve.errors import MmserveError
 from mmserve.gateway.face import EngineFace
 from mmserve.gateway.guard import check_binding
 from mmserve.gateway.server import LINGER_S, Gateway
@@ -43,6 +44,9 @@ def run(args: argparse.Namespace) -> int:
     except ConfigError as error:
         console.print(f"[bold red]mmserve:[/] {error.message}")
         return 2
+    except MmserveError as error:
+        console.print(f"[bold red]mmserve:[/] {error.message}")
+        return 1
     except OSError as error:
         console.print(f"[bold red]mmserve:[/] {error.strerror or error}")
         return 1
