@@ -41,7 +41,7 @@ class ActiveRequest:
     admitted_s: float
     num_media_bytes: int  # of the shared buffer, held until the end
     recorded: bool  # in ledger and metrics; readiness checks are not
-    sources: dict[bytes, str] = field(default_factory=dict)  # window key -> memory, disk, joined or encoded; absent: kv
+    sources: dict[bytes, str] = field(default_factory=dict)  # window key -> memory, disk, joined or encoded
     pinned: list[bytes] = field(default_factory=list)
     first_token_s: float | None = None
     last_token_s: float = 0.0
@@ -61,7 +61,10 @@ class ActiveRequest:
         )
 
     def _media_usage(self, item: PreparedMedia) -> MediaUsage:
-        sources = {self.sources.get(window.key, "kv") for window in item.windows}
+        first = self.choices[0].sequence
+        in_kv = {span.key for span in first.spans if span.stop <= first.num_cached_tokens}
+        # Rows that another request left in memory a moment ago were never asked for.
+        sources = {"kv" if window.key in in_kv else self.sources.get(window.key, "memory") for window in item.windows}
         # The dearest source names the item: a clip of which one window was encoded was encoded.
         source = next(name for name in ("encoded", "joined", "disk", "memory", "kv") if name in sources)
         return MediaUsage(item.item.kind.value, item.content.hex(), item.num_rows, source)

@@ -124,7 +124,8 @@ class DecoderGroup:
 
     def _evacuate(self, replica: Replica, worker: Worker) -> None:
         sequences = replica.scheduler.evacuate()
-        log.warning("worker=%s pid=%d evacuated=%d", self.name, worker.pid, len(sequences))
+        if sequences:
+            log.warning("worker=%s pid=%d evacuated=%d", self.name, worker.pid, len(sequences))
         for sequence in sequences:
             self._home.pop(sequence.seq_id, None)
             if sequence.num_worker_deaths >= MAX_WORKER_DEATHS:

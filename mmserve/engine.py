@@ -253,6 +253,10 @@ class AsyncEngine:
         )
         generation.on_cancel = lambda: self._cancel(active)
         self._active[generation.request_id] = active
+        for key, (_, window) in active.windows.items():
+            if self._media.acquire(window):
+                active.sources[key] = "memory"
+                active.pinned.append(key)
         self.metrics.fused_tokens.labels(choice.model, routed.modality_mix).observe(len(fused.token_ids))
         for each in choices:
             self._active_of[each.sequence.seq_id] = active

@@ -6,6 +6,7 @@ The scheduler knows none of it; the engine knows only `prepare`, `room` and `fet
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -135,6 +136,8 @@ class MediaService:
     async def running(self, devices: dict[MediaKind, tuple[str, ...]], num_threads: int) -> AsyncIterator[None]:
         """Decode processes and pools are up inside; encoder workers may still be loading."""
         config, buffer = self._config, self._buffer
+        on_cpu = "cpu" in itertools.chain.from_iterable(devices.values())
+        max_batch = config.encoder.max_encoder_batch or (8 if on_cpu else 48)
         async with AsyncExitStack() as stack:
             size = config.storage.embedding_disk_bytes
             disk = DiskTier(self._cache_dir, size, on_corrupt=self._metrics.cache_corrupt.inc) if size else None
@@ -156,7 +159,7 @@ class MediaService:
                     continue
                 clients = []
                 for i, device in enumerate(devices[kind]):
-                    worker_spec = EncoderWorkerSpec(kind, spec, device, self._rows_dtype, num_threads, config.encoder.max_encoder_batch)
+                    worker_spec = EncoderWorkerSpec(kind, spec, device, self._rows_dtype, num_threads, max_batch)
                     client = SupervisedEncoder()
                     role = f"{kind.value}-encoder-{i}"
                     self.supervisors.append(
@@ -171,7 +174,7 @@ class MediaService:
                     stack.push_async_callback(self.supervisors[-1].close)
                     clients.append(client)
                 self._clients[kind] = clients
-                pool = self._make_pool(kind, clients)
+                pool = self._make_pool(kind, clients, max_batch)
                 stack.push_async_callback(pool.close)
                 self.pools[kind] = pool
             yield
@@ -217,6 +220,10 @@ class MediaService:
         size = self._composition.require_vision(None).image_size
         return 3 * size * size
 
+    def acquire(self, window: MediaWindow) -> bool:
+        """Pin rows that are in memory already for the caller."""
+        return self.pools[window.kind].acquire(window)
+
     async def fetch(self, media: PreparedMedia, window: MediaWindow, decoder: str) -> str:
         """Rows of the window are in the cache and pinned for the caller.  Returns where they came from."""
         pool = self.pools.get(window.kind)
@@ -224,7 +231,7 @@ class MediaService:
             raise BadRequest(f"this model takes no {window.kind.value}", param=media.item.param)
         return await pool.fetch(media, window, decoder)
 
-    def _make_pool(self, kind: MediaKind, clients: list[SupervisedEncoder]) -> EncoderPool:
+    def _make_pool(self, kind: MediaKind, clients: list[SupervisedEncoder], max_batch: int) -> EncoderPool:
         return EncoderPool(
             kind,
             clients,
@@ -235,7 +242,7 @@ class MediaService:
             composition=self._composition,
             rows_dtype=self._rows_dtype,
             window_s=self._config.encoder.micro_batch_window_ms / 1e3,
-            max_batch=self._config.encoder.max_encoder_batch,
+            max_batch=max_batch,
         )
 
 

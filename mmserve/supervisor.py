@@ -19,7 +19,7 @@ from mmserve.transport import Channel
 
 log = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 300.0  # loading weights and warming up
+START_TIMEOUT_S = 600.0  # loading weights and warming up, also on a busy machine
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 30.0
 BROKEN_AFTER = 3  # lives in a row without one answer: a crash loop, which opens the circuit

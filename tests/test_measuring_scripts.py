@@ -66,6 +66,11 @@ def test_saying_nothing_is_no_way_out() -> None:
     assert tally.figures()["hallucinated_object_rate_upper_95"] == 1.0
 
 
+def test_every_media_slice_weighs_the_same_in_the_overall_accuracy() -> None:
+    right, wrong = verdict(NAME, NAME.answer, scene("cat", "dog")), verdict(NAME, "", scene("cat", "dog"), slice_name="images")
+    assert macro_accuracy(grouped([right, right, right, wrong])) == 0.5
+
+
 @pytest.mark.parametrize(
     ("count", "total", "side", "expected"), [(376, 400, -1, 0.9173), (0, 100, 1, 0.0263), (5, 5, -1, 0.6488), (0, 0, -1, 0)]
 )

@@ -86,15 +86,22 @@ class EncoderPool:
         self._decodes: dict[bytes, _Decode] = {}  # by content
         self._queue = EncodeQueue(kind.value, clients, composition.decoders, metrics, window_s=window_s, max_batch=max_batch)
 
+    def acquire(self, window: MediaWindow) -> bool:
+        """Pin rows that are in memory already, once for the caller.  Without waiting, and without starting anything."""
+        if not self._cache.acquire(window.key):
+            return False
+        self._metrics.mm_cache_queries.labels(self._kind.value).inc()
+        self._note_hit(window, "memory")
+        return True
+
     async def fetch(self, media: PreparedMedia, window: MediaWindow, decoder: str) -> str:
         """Rows of `window` for `decoder` are in memory and pinned once for the caller, who unpins.
 
         Returns where they came from: memory, disk, joined or encoded.  Raises the MmserveError of whatever went wrong.
         """
-        self._metrics.mm_cache_queries.labels(self._kind.value).inc()
-        if self._cache.acquire(window.key):
-            self._note_hit(window, "memory")
+        if self.acquire(window):
             return "memory"
+        self._metrics.mm_cache_queries.labels(self._kind.value).inc()
         if self._queue.refusal is not None:
             raise Overloaded(self._queue.refusal)
         flight, leads = self._flights.get(window.key), False

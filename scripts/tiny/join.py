@@ -40,9 +40,10 @@ from scripts.tiny.rows import RowMaker, Slot
 from scripts.tiny.symbolic import NUM_PATCHES
 
 SEED = 40
-WEIGHTS = {"single": 0.2, "pair": 0.28, "audio": 0.08, "spoken": 0.3, "both": 0.08, "text": 0.06}
-SYMBOLIC_SHARE = 0.35  # of the batches
+WEIGHTS = {"single": 0.2, "pair": 0.28, "audio": 0.06, "spoken": 0.34, "both": 0.07, "text": 0.05}
+SYMBOLIC_SHARE = 0.2  # of the batches
 NUM_SYMBOLIC = (24, 64)
+AVERAGE_DECAY = 0.995
 DISTIL_STEPS = 1200
 
 
@@ -55,7 +56,7 @@ class Phase:
     rows: int
 
 
-PHASES = (Phase(0.5, (64, 128), 8), Phase(0.25, (160, 320), 6), Phase(0.25, (NUM_PATCHES, NUM_PATCHES), 3))
+PHASES = (Phase(0.5, (64, 128), 8), Phase(0.35, (96, 200), 7), Phase(0.15, (NUM_PATCHES, NUM_PATCHES), 3))
 
 
 class Joined(Learner):
@@ -132,7 +133,10 @@ def _distil_one(projector: Projector, draw: Callable[[], tuple[torch.Tensor, tor
 
 
 def tune(joined: Joined, pictures: VisionPool, clips: AudioPool, out_dir: Path, num_questions: int, max_minutes: float, lr: float) -> None:
-    """Until `num_questions` were seen or the time is over; the learning rate falls to zero with whichever is sooner."""
+    """Until `num_questions` were seen or the time is over; the learning rate falls to zero with whichever is sooner.
+
+    `joined` ends as the running mean of its weights: steps on few long rows are noisy.
+    """
     opts = optimizers(joined, joined.decoder, lr)
     base = [opt.param_groups[0]["lr"] for opt in opts]
     checkpoint = out_dir / "checkpoint.pt"
@@ -143,6 +147,9 @@ def tune(joined: Joined, pictures: VisionPool, clips: AudioPool, out_dir: Path, 
         for opt, kept in zip(opts, state["optimizers"], strict=True):
             opt.load_state_dict(kept)
         step, num_seen, spent_s = state["step"], state["seen"], state["spent_s"]
+        average = state["average"]
+    else:
+        average = {name: value.clone() for name, value in joined.state_dict().items()}
     tally = Tally()
     clock = time.monotonic()
     saved_at = logged_at = clock
@@ -155,10 +162,18 @@ def tune(joined: Joined, pictures: VisionPool, clips: AudioPool, out_dir: Path, 
             if now - saved_at > CHECKPOINT_S or done >= 1:
                 saved_at = now
                 optimizer_states = [opt.state_dict() for opt in opts]
-                state = {"joined": joined.state_dict(), "optimizers": optimizer_states, "step": step, "seen": num_seen, "spent_s": spent_s}
+                state = {
+                    "joined": joined.state_dict(),
+                    "average": average,
+                    "optimizers": optimizer_states,
+                    "step": step,
+                    "seen": num_seen,
+                    "spent_s": spent_s,
+                }
                 torch.save(state, checkpoint.with_suffix(".new"))
                 checkpoint.with_suffix(".new").replace(checkpoint)
             if done >= 1:
+                joined.load_state_dict(average)
                 break
             set_share(opts, base, min(1.0, (step + 1) / 50) * min(1.0, (1 - done) / 0.6))
             batch, is_real = _draw(joined, pictures, clips, done, random.Random(SEED * 10_000_000 + step))
@@ -168,6 +183,9 @@ def tune(joined: Joined, pictures: VisionPool, clips: AudioPool, out_dir: Path, 
             for opt in opts:
                 opt.step()
                 opt.zero_grad(set_to_none=True)
+            with torch.no_grad():
+                for name, value in joined.state_dict().items():
+                    average[name].lerp_(value, max(1 - AVERAGE_DECAY, 1 / (step + 1)))
             if is_real:
                 tally.add(batch, outcome)
             step += 1
@@ -228,7 +246,7 @@ def grow(small: Joined, num_layers: int = LARGE_LAYERS) -> Joined:
 
 def load(path: Path, num_layers: int) -> Joined:
     joined = Joined(num_layers)
-    joined.load_state_dict(torch.load(path, weights_only=True)["joined"])
+    joined.load_state_dict(torch.load(path, weights_only=True)["average"])
     return joined.eval()
 
 
@@ -248,7 +266,7 @@ def train_small(out_dir: Path, decoder_dir: Path, inputs: Inputs, *, num_questio
         joined.load_state_dict(learned, strict=False)  # all but the projectors
         left = distil(joined, pictures, clips)
         print(f"{time.strftime('%H:%M:%S')} distilled, unexplained variance: vision {left[0]:.3f}, audio {left[1]:.3f}", flush=True)
-    tune(joined, pictures, clips, out_dir, num_questions, max_minutes, lr=0.01)
+    tune(joined, pictures, clips, out_dir, num_questions, max_minutes, lr=0.004)
     return evaluate(joined.eval(), *held_out_pools(inputs.vision_dir, inputs.audio_dir, inputs.cache_dir))
 
 
@@ -256,7 +274,7 @@ def train_large(out_dir: Path, small_dir: Path, inputs: Inputs, *, num_questions
     """The same, grown from the joined small one."""
     pictures, clips = train_pools(inputs.vision_dir, inputs.audio_dir, inputs.cache_dir)
     large = grow(load(small_dir / "checkpoint.pt", SMALL_LAYERS)).train()
-    tune(large, pictures, clips, out_dir, num_questions, max_minutes, lr=0.007)
+    tune(large, pictures, clips, out_dir, num_questions, max_minutes, lr=0.003)
     return evaluate(large.eval(), *held_out_pools(inputs.vision_dir, inputs.audio_dir, inputs.cache_dir))
 
 

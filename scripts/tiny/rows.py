@@ -223,32 +223,35 @@ class RowMaker:
         if text_first:
             asked = asked[:1]
             writer.text(asked[0].question.text)
-        seen = 0
+        seen, heard = 0, False
         for slot in slots:
             closing = writer.media(slot)
             if slot.is_image:
                 writer.row.hints.append(_scene_hint(closing, scenes[seen]))
-                seen += 1
-            elif clip is not None:
+            seen, heard = seen + slot.is_image, heard or not slot.is_image
+            if clip is not None and heard:
                 writer.row.hints.append(_clip_hint(closing, clip, scenes[:seen], spoken))
         number, branch = 0, 0
         while number < len(asked):
             branch += 1
             writer.branch(branch)
-            self._ask(writer, asked[number], scenes, text="" if text_first else None)
+            self._ask(writer, asked[number], scenes, clip, text="" if text_first else None)
             number += 1
             if number < len(asked) and rng.random() < 0.15:  # a second turn of the same conversation
                 writer.text(tokens.USER)
-                self._ask(writer, asked[number], scenes)
+                self._ask(writer, asked[number], scenes, clip)
                 number += 1
         return writer.row
 
-    def _ask(self, writer: Writer, asked: Asked, scenes: Sequence[Scene], text: str | None = None) -> None:
+    def _ask(self, writer: Writer, asked: Asked, scenes: Sequence[Scene], clip: Utterance | None, text: str | None = None) -> None:
         start = len(writer.row.ids)
         question = asked.question
         writer.ask(question, asked.slice_name, text=text)
         if scenes and question.task.removeprefix("spoken ") in ("name", "describe", "name both"):
             self._hint_names(writer.row, start, scenes, question)
+        if scenes and clip is not None and question.task.startswith("spoken"):
+            answered = next(i for i in range(start, len(writer.row.ids)) if writer.row.targets[i] != IGNORE)
+            writer.row.hints.append(_clip_hint(answered, clip, scenes, question))
         if not scenes or text is not None or question.task == "decline" or question.task.startswith("spoken"):
             return
         noun = ordinal = None

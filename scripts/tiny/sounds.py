@@ -80,11 +80,11 @@ def _whistle(num_samples: int, rng: np.random.Generator) -> np.ndarray:
     t = _seconds(num_samples)
     pitch_hz = rng.uniform(1900, 3600)
     trill_hz = rng.uniform(14, 38)
-    depth = rng.choice((0.0, rng.uniform(0.3, 0.9)))
+    depth = rng.choice((0.0, rng.uniform(0.3, 0.8)))
     trill = np.sin(2 * np.pi * trill_hz * t)
     slide = rng.uniform(-0.12, 0.12) * t / t[-1]
     wave = np.sin(_phase(pitch_hz * (1 + slide + 0.03 * depth * trill))) * (1 - depth * (0.5 + 0.5 * trill))
-    wave += rng.uniform(0.02, 0.12) * _noise(num_samples, 1500, 5000, rng)
+    wave += rng.uniform(0.01, 0.05) * _noise(num_samples, 1500, 5000, rng)
     blow = np.ones(num_samples)
     for onset in _onsets(num_samples, (0.4, 2.5), 0.1, rng)[1:]:
         rest = slice(onset, onset + int(SAMPLE_RATE * rng.uniform(0.05, 0.2)))
@@ -110,7 +110,7 @@ def _rain(num_samples: int, rng: np.random.Generator) -> np.ndarray:
     wave *= 1 + 0.2 * np.sin(2 * np.pi * rng.uniform(0.2, 1.0) * _seconds(num_samples) + rng.uniform(0, 6))
     for onset in rng.integers(0, num_samples, int(num_samples / SAMPLE_RATE * rng.uniform(15, 90))):
         t = _seconds(min(num_samples - onset, 400))
-        wave[onset : onset + 400] += rng.uniform(0.5, 4) * np.exp(-t / 0.004) * np.sin(2 * np.pi * rng.uniform(900, 5000) * t)
+        wave[onset : onset + 400] += rng.uniform(0.3, 2) * np.exp(-t / 0.003) * np.sin(2 * np.pi * rng.uniform(900, 5000) * t)
     return wave
 
 
