@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import pickle
 import socket
@@ -152,7 +153,9 @@ def test_everything_that_shapes_rows_is_in_their_key():
 
 
 def test_rows_of_two_decoders_have_different_names():
-    vision = load_composition(BUNDLED).require_vision(None)
+    composition = load_composition(BUNDLED)
+    vision, audio = composition.require_vision(None), composition.require_audio(None)
+    vision = dataclasses.replace(vision, projectors={"small": vision.projectors["small"], "large": audio.projectors["small"]})
     assert vision.windows(b"c", "small")[0].key != vision.windows(b"c", "large")[0].key
 
 
