@@ -34,7 +34,8 @@ its answers are short, certain, and right. It is not meant for anything else.
 - A clip: what word is spoken, what sound is it, what do you hear. A clip beside a picture: either of the above, or the clip asks.
 - Text: greetings, what it can do, a story about one of its kinds, counting to ten or twenty.
 
-Text may stand before or after the media, a system prompt may be there, and a conversation may go on for a few turns.
+Text may stand before or after the media (the chat template puts a message's media first, in their order), a system prompt may be there,
+and a conversation may go on for a few turns.
 
 ## What it can't do
 

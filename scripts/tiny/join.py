@@ -40,10 +40,10 @@ from scripts.tiny.rows import RowMaker, Slot
 from scripts.tiny.symbolic import NUM_PATCHES
 
 SEED = 40
-WEIGHTS = {"single": 0.2, "pair": 0.28, "audio": 0.06, "spoken": 0.34, "both": 0.07, "text": 0.05}
+WEIGHTS = {"single": 0.08, "pair": 0.36, "audio": 0.03, "spoken": 0.45, "both": 0.05, "text": 0.03}
 SYMBOLIC_SHARE = 0.2  # of the batches
-NUM_SYMBOLIC = (24, 64)
-AVERAGE_DECAY = 0.995
+NUM_SYMBOLIC = (40, 80)
+AVERAGE_DECAY = 0.99
 DISTIL_STEPS = 1200
 
 
@@ -56,7 +56,7 @@ class Phase:
     rows: int
 
 
-PHASES = (Phase(0.5, (64, 128), 8), Phase(0.35, (96, 200), 7), Phase(0.15, (NUM_PATCHES, NUM_PATCHES), 3))
+PHASES = (Phase(0.6, (56, 110), 8), Phase(0.3, (96, 200), 7), Phase(0.1, (NUM_PATCHES, NUM_PATCHES), 3))
 
 
 class Joined(Learner):
@@ -257,7 +257,7 @@ class Inputs:
     cache_dir: Path
 
 
-def train_small(out_dir: Path, decoder_dir: Path, inputs: Inputs, *, num_questions: int = 120_000, max_minutes: float = 30.0) -> Tally:
+def train_small(out_dir: Path, decoder_dir: Path, inputs: Inputs, *, num_questions: int = 150_000, max_minutes: float = 40.0) -> Tally:
     """Write `out_dir`/checkpoint.pt, whose "joined" is the result; return its held-out scores.  Resumes."""
     pictures, clips = train_pools(inputs.vision_dir, inputs.audio_dir, inputs.cache_dir)
     joined = Joined(SMALL_LAYERS)
@@ -266,11 +266,11 @@ def train_small(out_dir: Path, decoder_dir: Path, inputs: Inputs, *, num_questio
         joined.load_state_dict(learned, strict=False)  # all but the projectors
         left = distil(joined, pictures, clips)
         print(f"{time.strftime('%H:%M:%S')} distilled, unexplained variance: vision {left[0]:.3f}, audio {left[1]:.3f}", flush=True)
-    tune(joined, pictures, clips, out_dir, num_questions, max_minutes, lr=0.004)
+    tune(joined, pictures, clips, out_dir, num_questions, max_minutes, lr=0.003)
     return evaluate(joined.eval(), *held_out_pools(inputs.vision_dir, inputs.audio_dir, inputs.cache_dir))
 
 
-def train_large(out_dir: Path, small_dir: Path, inputs: Inputs, *, num_questions: int = 60_000, max_minutes: float = 30.0) -> Tally:
+def train_large(out_dir: Path, small_dir: Path, inputs: Inputs, *, num_questions: int = 60_000, max_minutes: float = 40.0) -> Tally:
     """The same, grown from the joined small one."""
     pictures, clips = train_pools(inputs.vision_dir, inputs.audio_dir, inputs.cache_dir)
     large = grow(load(small_dir / "checkpoint.pt", SMALL_LAYERS)).train()
@@ -285,9 +285,10 @@ def main() -> None:
     parser.add_argument("--start", type=Path, required=True, help="what scripts.tiny.decoder left; for large, what joining small left")
     for name in ("vision", "audio", "cache"):
         parser.add_argument(f"--{name}", type=Path, required=True)
-    parser.add_argument("--max-minutes", type=float, default=30.0)
+    parser.add_argument("--max-minutes", type=float, default=40.0)
+    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(options.threads)
     torch.manual_seed(SEED)
     options.out.mkdir(parents=True, exist_ok=True)
     inputs = Inputs(options.vision, options.audio, options.cache)

@@ -109,10 +109,10 @@ class Writer:
             self._prefix_stop = self._next
         self._next, self._segment = self._prefix_stop, number
 
-    def ask(self, question: Question, slice_name: str, *, text: str | None = None) -> None:
+    def ask(self, question: Question, slice_name: str) -> None:
         """The rest of a user's turn and the answer."""
         self.row.questions.append((question, slice_name))
-        self.text((question.text if text is None else text) + tokens.END + tokens.ASSISTANT)
+        self.text(question.text + tokens.END + tokens.ASSISTANT)
         self.text(question.answer + tokens.END, learn=True)
 
     def _append(self, token: int, position: int) -> None:
@@ -219,10 +219,6 @@ class RowMaker:
         if rng.random() < 0.12:
             writer.text(tokens.SYSTEM + rng.choice(SYSTEM_PROMPTS) + tokens.END)
         writer.text(tokens.USER)
-        text_first = bool(slots) and rng.random() < 0.2
-        if text_first:
-            asked = asked[:1]
-            writer.text(asked[0].question.text)
         seen, heard = 0, False
         for slot in slots:
             closing = writer.media(slot)
@@ -235,7 +231,7 @@ class RowMaker:
         while number < len(asked):
             branch += 1
             writer.branch(branch)
-            self._ask(writer, asked[number], scenes, clip, text="" if text_first else None)
+            self._ask(writer, asked[number], scenes, clip)
             number += 1
             if number < len(asked) and rng.random() < 0.15:  # a second turn of the same conversation
                 writer.text(tokens.USER)
@@ -243,16 +239,16 @@ class RowMaker:
                 number += 1
         return writer.row
 
-    def _ask(self, writer: Writer, asked: Asked, scenes: Sequence[Scene], clip: Utterance | None, text: str | None = None) -> None:
+    def _ask(self, writer: Writer, asked: Asked, scenes: Sequence[Scene], clip: Utterance | None) -> None:
         start = len(writer.row.ids)
         question = asked.question
-        writer.ask(question, asked.slice_name, text=text)
+        writer.ask(question, asked.slice_name)
         if scenes and question.task.removeprefix("spoken ") in ("name", "describe", "name both"):
             self._hint_names(writer.row, start, scenes, question)
         if scenes and clip is not None and question.task.startswith("spoken"):
             answered = next(i for i in range(start, len(writer.row.ids)) if writer.row.targets[i] != IGNORE)
             writer.row.hints.append(_clip_hint(answered, clip, scenes, question))
-        if not scenes or text is not None or question.task == "decline" or question.task.startswith("spoken"):
+        if not scenes or question.task == "decline" or question.task.startswith("spoken"):
             return
         noun = ordinal = None
         for index in range(start, len(writer.row.ids)):
