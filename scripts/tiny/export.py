@@ -70,7 +70,12 @@ def assemble(directory: Path, vision_dir: Path, audio_dir: Path, small: Path, la
         vision_stage.load(vision_dir),
         audio_stage.load(audio_dir),
         projectors,
-        card(json.loads(scores.read_text()) if scores else {}, (SMALL_LAYERS, LARGE_LAYERS), tokens.VOCAB_SIZE),
+        card(
+            json.loads(scores.read_text()) if scores else {},
+            (SMALL_LAYERS, LARGE_LAYERS),
+            tokens.VOCAB_SIZE,
+            is_large_tuned=large is not None,
+        ),
     )
 
 

@@ -40,7 +40,7 @@ from scripts.tiny.rows import RowMaker, Slot
 from scripts.tiny.symbolic import NUM_PATCHES
 
 SEED = 40
-WEIGHTS = {"single": 0.08, "pair": 0.36, "audio": 0.03, "spoken": 0.45, "both": 0.05, "text": 0.03}
+WEIGHTS = {"single": 0.15, "pair": 0.32, "audio": 0.05, "spoken": 0.38, "both": 0.06, "text": 0.04}
 SYMBOLIC_SHARE = 0.2  # of the batches
 NUM_SYMBOLIC = (40, 80)
 AVERAGE_DECAY = 0.99
