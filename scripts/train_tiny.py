@@ -3,7 +3,8 @@
     python -m scripts.train_tiny --work build/tiny
 
 Planned for under three hours on two CPU cores (so far its stages were only run one by one): two run at a time, each on one core.  Every
-stage keeps checkpoints under `--work`; start the same command again to go on where it stopped.  A model below the bar is not written over the bundled one.
+stage keeps checkpoints under `--work`; start the same command again to go on where it stopped.  A model below the bar is not written
+over the bundled one.
 """
 
 from __future__ import annotations
