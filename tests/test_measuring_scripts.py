@@ -132,7 +132,7 @@ def test_a_cache_report_that_keeps_every_promise_has_nothing_to_complain_of() ->
     [
         ("same_picture_at_once", {"encoded": 2}, "one encode"),
         ("behind_a_system_prompt", {"encoded_after_the_first": 1}, "no encode behind"),
-        ("behind_a_system_prompt", {"same_prefix": {"source": "memory", "cached_tokens": 16}}, "KV cache"),
+        ("behind_a_system_prompt", {"same_prefix": {"source": "memory", "cached_tokens": 16}}, "not prefilled again"),
         ("behind_a_system_prompt", {"other_prefix": {"source": "encoded"}}, "memory behind another"),
         ("after_a_restart", {"source": "encoded"}, "from disk"),
     ],
