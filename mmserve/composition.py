@@ -43,10 +43,6 @@ class DecoderSpec:
         value = self.config.get("eos_token_id")
         return () if value is None else (value,) if isinstance(value, int) else tuple(value)
 
-    @property
-    def num_parameters_on_disk(self) -> int:
-        return sum(path.stat().st_size for path in self.directory.glob("*.safetensors")) // 2
-
 
 @dataclass(frozen=True)
 class EncoderSpec:
