@@ -47,6 +47,7 @@ class Stage:
     rows: int
     until: float
     gates: dict[str, float]
+    text_first_share: float = 0.0  # of the batches
 
 
 STAGES = (
@@ -56,7 +57,10 @@ STAGES = (
         "two pictures", {"single": 0.4, "pair": 0.4, "audio": 0.15, "text": 0.05}, (24, 44), 7, 0.5,
         {"which": 0.85, "count": 0.87, "word": 0.85},
     ),
-    Stage("everything", {"single": 0.14, "pair": 0.37, "audio": 0.09, "spoken": 0.23, "both": 0.09, "text": 0.08}, (24, 64), 7, 1.0, {}),
+    Stage(
+        "everything", {"single": 0.14, "pair": 0.37, "audio": 0.09, "spoken": 0.23, "both": 0.09, "text": 0.08}, (24, 64), 7, 1.0, {},
+        text_first_share=0.3,
+    ),
 )  # fmt: skip
 DECAY_SHARE = 0.3  # of the whole training, at its end
 
@@ -165,10 +169,8 @@ class Tally:
 
 
 def draw_batch(maker: RowMaker, stage: Stage, rng: random.Random) -> Batch:
-    """Rows of one kind, so that little is padded; kinds alternate between batches."""
     what = rng.choices(tuple(stage.weights), tuple(stage.weights.values()))[0]
-    num_rows = stage.rows * (2 if what in ("audio", "text") else 1)  # these hold fewer questions
-    return collate([maker.make(rng, what) for _ in range(num_rows)])
+    return collate(maker.make_some(rng, what, stage.rows, stage.text_first_share))
 
 
 def train(out_dir: Path, *, max_minutes: float = 60.0, max_questions: int = 400_000, lr: float = 0.012) -> None:

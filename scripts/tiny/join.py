@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,13 +18,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
+import torch.distributed as dist
 from rich.progress import Progress, track
 from torch import nn
 
 from scripts.tiny import tokenizer as tokens
 from scripts.tiny.batch import Batch, Outcome, collate, forward
 from scripts.tiny.decoder import (
-    CHECKPOINT_S,
     LARGE_LAYERS,
     SMALL_LAYERS,
     Embedder,
@@ -40,10 +41,12 @@ from scripts.tiny.rows import RowMaker, Slot
 from scripts.tiny.symbolic import NUM_PATCHES
 
 SEED = 40
-WEIGHTS = {"single": 0.15, "pair": 0.32, "audio": 0.05, "spoken": 0.38, "both": 0.06, "text": 0.04}
-SYMBOLIC_SHARE = 0.2  # of the batches
+WEIGHTS = {"single": 0.17, "pair": 0.28, "audio": 0.05, "spoken": 0.38, "both": 0.07, "text": 0.05}
+SYMBOLIC_SHARE = 0.15  # of the batches
+TEXT_FIRST_SHARE = 0.3
 NUM_SYMBOLIC = (40, 80)
 AVERAGE_DECAY = 0.99
+MERGE_S = 45.0  # between two merges of the ranks' weights
 DISTIL_STEPS = 1200
 
 
@@ -129,6 +132,55 @@ def _distil_one(projector: Projector, draw: Callable[[], tuple[torch.Tensor, tor
     return left
 
 
+# --- ranks -------------------------------------------------------------------------------------------------------------------
+
+
+class Ranks:
+    """Processes that tune copies of one model on rows of their own and now and then merge their weights (local SGD, Stich 2019).
+
+    One on each core does almost twice the work of one on two cores: the matrices are too small to be shared out.  Merges are due by the
+    clock, so that a slower core holds nobody up, and a rank counts for as much as it has seen since the last one.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self._size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self._due = time.monotonic() + MERGE_S  # one machine: all ranks read the same clock
+        if self._size > 1:
+            due = torch.tensor([self._due], dtype=torch.float64)
+            dist.broadcast(due, 0)
+            self._due = due.item()
+        self._num_seen = 0
+
+    def merge(self, num_seen: int, *states: dict[str, torch.Tensor]) -> int | None:
+        """Once it is due: make each state the ranks' mean, in place, and return how many questions all have seen since the last time."""
+        self._num_seen += num_seen
+        if time.monotonic() < self._due:
+            return None
+        total = torch.tensor([self._num_seen], dtype=torch.float64)
+        if self._size > 1:
+            dist.all_reduce(total)
+            for tensor in (tensor for state in states for tensor in state.values()):
+                tensor.mul_(self._num_seen / max(total.item(), 1.0))
+                dist.all_reduce(tensor)
+        self._due += MERGE_S
+        self._num_seen = 0
+        return int(total.item())
+
+
+def run_ranks(num_ranks: int, function: Callable[..., None], *arguments: object) -> None:
+    """`function(*arguments)` in every rank, each on one thread."""
+    with tempfile.TemporaryDirectory() as directory:
+        torch.multiprocessing.spawn(_rank, (num_ranks, f"file://{directory}/store", function, arguments), nprocs=num_ranks)
+
+
+def _rank(rank: int, num_ranks: int, store: str, function: Callable[..., None], arguments: Sequence[object]) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(SEED + rank)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=num_ranks)
+    function(*arguments)
+    dist.destroy_process_group()
+
+
 # --- tuning ------------------------------------------------------------------------------------------------------------------
 
 
@@ -137,6 +189,7 @@ def tune(joined: Joined, pictures: VisionPool, clips: AudioPool, out_dir: Path, 
 
     `joined` ends as the running mean of its weights: steps on few long rows are noisy.
     """
+    ranks = Ranks()
     opts = optimizers(joined, joined.decoder, lr)
     base = [opt.param_groups[0]["lr"] for opt in opts]
     checkpoint = out_dir / "checkpoint.pt"
@@ -151,32 +204,14 @@ def tune(joined: Joined, pictures: VisionPool, clips: AudioPool, out_dir: Path, 
     else:
         average = {name: value.clone() for name, value in joined.state_dict().items()}
     tally = Tally()
-    clock = time.monotonic()
-    saved_at = logged_at = clock
-    with Progress() as progress:
+    merged_at = time.monotonic()
+    done = max(num_seen / num_questions, spent_s / (60 * max_minutes))
+    with Progress(disable=ranks.rank > 0) as progress:
         bar = progress.add_task(f"tune {out_dir.name}", total=1.0)
-        while True:
-            now = time.monotonic()
-            spent_s, clock = spent_s + now - clock, now
-            done = max(num_seen / num_questions, spent_s / (60 * max_minutes))
-            if now - saved_at > CHECKPOINT_S or done >= 1:
-                saved_at = now
-                optimizer_states = [opt.state_dict() for opt in opts]
-                state = {
-                    "joined": joined.state_dict(),
-                    "average": average,
-                    "optimizers": optimizer_states,
-                    "step": step,
-                    "seen": num_seen,
-                    "spent_s": spent_s,
-                }
-                torch.save(state, checkpoint.with_suffix(".new"))
-                checkpoint.with_suffix(".new").replace(checkpoint)
-            if done >= 1:
-                joined.load_state_dict(average)
-                break
-            set_share(opts, base, min(1.0, (step + 1) / 50) * min(1.0, (1 - done) / 0.6))
-            batch, is_real = _draw(joined, pictures, clips, done, random.Random(SEED * 10_000_000 + step))
+        while done < 1:
+            now_done = max(done, (spent_s + time.monotonic() - merged_at) / (60 * max_minutes))
+            set_share(opts, base, min(1.0, (step + 1) / 50) * max(0.0, min(1.0, (1 - now_done) / 0.6)))
+            batch, is_real = _draw(joined, pictures, clips, done, random.Random((SEED + ranks.rank) * 10_000_000 + step))
             outcome: Outcome = joined(batch)
             outcome.loss.backward()
             nn.utils.clip_grad_norm_(joined.parameters(), 1.0)
@@ -189,11 +224,23 @@ def tune(joined: Joined, pictures: VisionPool, clips: AudioPool, out_dir: Path, 
             if is_real:
                 tally.add(batch, outcome)
             step += 1
-            num_seen += len(outcome.right)
+            newly_seen = ranks.merge(len(outcome.right), joined.state_dict(), average)
+            if newly_seen is None:
+                continue
+            num_seen += newly_seen
+            spent_s, merged_at = spent_s + MERGE_S, merged_at + MERGE_S
+            done = max(num_seen / num_questions, spent_s / (60 * max_minutes))
             progress.update(bar, completed=done)
-            if now - logged_at > 30 and not progress.console.is_terminal:
-                logged_at = now
-                print(f"{time.strftime('%H:%M:%S')} {out_dir.name} done={done:.2f} step={step} seen={num_seen} {tally}", flush=True)
+            if ranks.rank == 0:
+                state = {
+                    "joined": joined.state_dict(), "average": average, "optimizers": [opt.state_dict() for opt in opts],
+                    "step": step, "seen": num_seen, "spent_s": spent_s,
+                }  # fmt: skip
+                torch.save(state, checkpoint.with_suffix(".new"))
+                checkpoint.with_suffix(".new").replace(checkpoint)
+                if not progress.console.is_terminal:
+                    print(f"{time.strftime('%H:%M:%S')} {out_dir.name} done={done:.2f} step={step} seen={num_seen} {tally}", flush=True)
+    joined.load_state_dict(average)
 
 
 def _draw(joined: Joined, pictures: VisionPool, clips: AudioPool, done: float, rng: random.Random) -> tuple[Batch, bool]:
@@ -203,8 +250,7 @@ def _draw(joined: Joined, pictures: VisionPool, clips: AudioPool, done: float, r
     joined.source = real
     is_real = rng.random() >= SYMBOLIC_SHARE
     maker = RowMaker(joined.tokenizer, real if is_real else SymbolicSource(NUM_SYMBOLIC), num_questions=12)
-    num_rows = phase.rows if is_real and what not in ("audio", "text") else 8  # the others are short
-    return collate([maker.make(rng, what) for _ in range(num_rows)]), is_real
+    return collate(maker.make_some(rng, what, phase.rows, TEXT_FIRST_SHARE)), is_real
 
 
 def _phase(done: float) -> Phase:

@@ -30,8 +30,8 @@ from scripts.tiny.speak import every_utterance
 from scripts.tiny.symbolic import NUM_PATCHES, FrameLabels, PatchLabels
 from scripts.tiny.world import COLORS, KINDS, Scene, Utterance, sample_scene
 
-NUM_SCENES, NUM_HELD_OUT = 3000, 200
-CLIPS_PER_UTTERANCE = 10
+NUM_SCENES, NUM_HELD_OUT = 20_000, 200
+CLIPS_PER_UTTERANCE = 40
 _CHUNK = 100  # scenes to a file
 _VISION_SEED, _AUDIO_SEED = 500_000_000, 600_000_000
 _HELD_OUT_OFFSET = 200_000  # past the seeds the towers are scored on
@@ -154,7 +154,7 @@ def _encode_clips(tower: torch.nn.Module, utterances: Sequence[Utterance], held_
 
 
 class RealSource:
-    """Rows from the pools, some of a picture's patches at a time."""
+    """Rows from the pools; with fewer than all patches of a picture, a part of a clip's frames too."""
 
     def __init__(self, pictures: VisionPool, clips: AudioPool, num_patches: tuple[int, int]) -> None:
         self._pictures, self._clips, self._num_patches = pictures, clips, num_patches
@@ -170,13 +170,17 @@ class RealSource:
     def clip(self, rng: random.Random, utterance: Utterance) -> Slot:
         index = rng.choice(self._clips.of[utterance])
         length = len(self._clips.frames[index])
-        return Slot(np.arange(length), length, RealFrames(index, np.arange(length)), is_image=False)
+        positions = np.arange(length)
+        if self._num_patches[1] < NUM_PATCHES:
+            share = rng.uniform(0.6, 1.0)
+            positions = np.array([i for i in range(length) if rng.random() < share], dtype=np.int64)
+        return Slot(positions, length, RealFrames(index, positions), is_image=False)
 
     def vision_features(self, payloads: Sequence[RealPatches]) -> torch.Tensor:
         return torch.from_numpy(np.concatenate([self._pictures.features[p.index][p.positions] for p in payloads])).float()
 
     def audio_features(self, payloads: Sequence[RealFrames]) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate([self._clips.features[p.index] for p in payloads])).float()
+        return torch.from_numpy(np.concatenate([self._clips.features[p.index][p.positions] for p in payloads])).float()
 
 
 def train_pools(vision_dir: Path, audio_dir: Path, cache_dir: Path) -> tuple[VisionPool, AudioPool]:

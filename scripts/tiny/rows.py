@@ -1,4 +1,4 @@
-"""Training rows: a shared prefix of media and, behind it, questions that don't see one another.
+"""Training rows: a shared prefix of media and, behind it, questions that don't see one another; or one question before its media.
 
 A row is laid out exactly as the chat template would write one conversation per question.  Where media rows come from (symbols or
 towers) is a `Source`'s business; here they are only counted and placed.
@@ -28,6 +28,7 @@ SYSTEM_PROMPTS = (
     "Look at the picture and answer.", "Answer the question about the picture.",
     "You see pictures and hear clips. Be short and say what is there.",
 )  # fmt: skip
+_KIND_OF = {form: kind for kind in KIND_NAMES for form in (kind, PLURALS[kind])}
 _FORMS = {words.split()[0] + words.split()[1]: i for i, words in enumerate(SPOKEN_QUESTIONS)}
 
 
@@ -109,11 +110,11 @@ class Writer:
             self._prefix_stop = self._next
         self._next, self._segment = self._prefix_stop, number
 
-    def ask(self, question: Question, slice_name: str) -> None:
-        """The rest of a user's turn and the answer."""
+    def answer(self, question: Question, slice_name: str) -> int:
+        """End a user's turn and answer it; return the index of the token before the answer."""
         self.row.questions.append((question, slice_name))
-        self.text(question.text + tokens.END + tokens.ASSISTANT)
-        self.text(question.answer + tokens.END, learn=True)
+        self.text(tokens.END + tokens.ASSISTANT)
+        return self.text(question.answer + tokens.END, learn=True) - 1
 
     def _append(self, token: int, position: int) -> None:
         row = self.row
@@ -128,13 +129,33 @@ class Writer:
 
 
 @dataclass(frozen=True, slots=True)
+class Medium:
+    """A picture or a clip: its rows, and the truth about it."""
+
+    slot: Slot
+    truth: Scene | Utterance
+
+
+@dataclass(frozen=True, slots=True)
 class Asked:
+    """A question, with the media that come between the shared ones and its text."""
+
     question: Question
     slice_name: str
+    media: tuple[Medium, ...] = ()
+
+
+_LEADS = (
+    ("Here is a picture: ",),
+    ("Picture: ",),
+    ("Look at this. ",),
+    ("First picture: ", "Second picture: "),
+    ("Picture 1: ", "Picture 2: "),
+)
 
 
 class RowMaker:
-    """Draws whole rows of one kind."""
+    """Draws whole rows of one kind.  `text_first`: each with one question, and its text before the media."""
 
     def __init__(self, tokenizer: Tokenizer, source: Source, num_questions: int = 12) -> None:
         self._source, self._num_questions = source, num_questions
@@ -143,60 +164,82 @@ class RowMaker:
         (self._full_stop,) = tokenizer.encode(".").ids
         self._ordinals = {tokens.token_of(tokenizer, word): i for i, word in enumerate(("first", "second"))}
 
-    def make(self, rng: random.Random, what: str) -> Row:
-        return getattr(self, f"_{what}")(rng)  # type: ignore[no-any-return]
+    def make_some(self, rng: random.Random, what: str, num_rows: int, text_first_share: float) -> list[Row]:
+        """Rows of one kind and layout, so that little is padded; more of those that hold fewer questions."""
+        text_first = rng.random() < text_first_share
+        if text_first:
+            num_rows *= 3
+        elif what in ("audio", "text"):
+            num_rows *= 2
+        return [self.make(rng, what, text_first=text_first) for _ in range(num_rows)]
 
-    def _single(self, rng: random.Random) -> Row:
+    def make(self, rng: random.Random, what: str, *, text_first: bool = False) -> Row:
+        media, asked = getattr(self, f"_{what}")(rng)
+        return self._text_first(rng, media, rng.choice(asked)) if text_first else self._media_first(rng, media, asked)
+
+    def _picture(self, rng: random.Random) -> tuple[Scene, Medium]:
         scene, slot = self._source.scene(rng)
+        return scene, Medium(slot, scene)
+
+    def _clip(self, rng: random.Random, utterance: Utterance) -> Medium:
+        return Medium(self._source.clip(rng, utterance), utterance)
+
+    def _single(self, rng: random.Random) -> tuple[list[Medium], list[Asked]]:
+        scene, picture = self._picture(rng)
 
         def ask() -> Asked:
             declined = rng.random() < 0.06
             return Asked(questions.declined(rng, 1, False) if declined else questions.about_single(rng, scene), "image")
 
-        return self._row(rng, (scene,), (slot,), None, [ask() for _ in range(self._num_questions)])
+        return [picture], [ask() for _ in range(self._num_questions)]
 
-    def _pair(self, rng: random.Random) -> Row:
-        (first, slot_1), (second, slot_2) = self._source.scene(rng), self._source.scene(rng)
-        scenes = (first, second)
-        asked = [Asked(questions.about_pair(rng, scenes), "images") for _ in range(self._num_questions)]
-        return self._row(rng, scenes, (slot_1, slot_2), None, asked)
+    def _pair(self, rng: random.Random) -> tuple[list[Medium], list[Asked]]:
+        (first, picture_1), (second, picture_2) = self._picture(rng), self._picture(rng)
+        asked = [Asked(questions.about_pair(rng, (first, second)), "images") for _ in range(self._num_questions)]
+        return [picture_1, picture_2], asked
 
-    def _audio(self, rng: random.Random) -> Row:
+    def _audio(self, rng: random.Random) -> tuple[list[Medium], list[Asked]]:
         clip = questions.sample_clip(rng)
         asked = [Asked(questions.about_clip(rng, clip), "audio") for _ in range(3)]
         if rng.random() < 0.3:
             asked[-1] = Asked(questions.declined(rng, 0, True), "audio")
-        return self._row(rng, (), (self._source.clip(rng, clip),), clip, asked)
+        return [self._clip(rng, clip)], asked
 
-    def _spoken(self, rng: random.Random) -> Row:
-        """A picture, a spoken question, and typed questions beside it; sometimes without the picture."""
-        if rng.random() < 0.08:
+    def _spoken(self, rng: random.Random) -> tuple[list[Medium], list[Asked]]:
+        """A picture with spoken questions, each with the typed text beside it; or one of them before the picture or without it."""
+        dice = rng.random()
+        if dice < 0.05:
             said = questions.spoken(rng, None)
             asked = [Asked(said.question, "audio"), Asked(questions.about_clip(rng, said.utterance), "audio")]
-            return self._row(rng, (), (self._source.clip(rng, said.utterance),), said.utterance, asked)
-        scene, slot = self._source.scene(rng)
-        said = questions.spoken(rng, scene)
-        texts = rng.sample(questions.SPOKEN, 2)
-        same = said.question
-        asked = [Asked(Question(text, same.answer, same.task, same.kind), "image+audio") for text in texts]
-        asked += [Asked(questions.about_single(rng, scene), "image+audio") for _ in range(4)]
-        if rng.random() < 0.5:
-            asked.append(Asked(questions.about_clip(rng, said.utterance), "image+audio"))
-        slots = [slot, self._source.clip(rng, said.utterance)]
-        rng.shuffle(slots)
-        return self._row(rng, (scene,), tuple(slots), said.utterance, asked, spoken=same)
+            return [self._clip(rng, said.utterance)], asked
+        scene, picture = self._picture(rng)
+        if dice < 0.35:
+            said = questions.spoken(rng, scene)
+            asked = [Asked(said.question, "image+audio"), *self._beside(rng, scene, said.utterance)]
+            return [self._clip(rng, said.utterance), picture], asked
+        asked = []
+        for _ in range(8):
+            said = questions.spoken(rng, scene)
+            question = said.question
+            if rng.random() < 0.15:
+                question = rng.choice(self._beside(rng, scene, said.utterance)).question
+            asked.append(Asked(question, "image+audio", (self._clip(rng, said.utterance),)))
+        return [picture], asked
 
-    def _both(self, rng: random.Random) -> Row:
+    def _beside(self, rng: random.Random, scene: Scene, clip: Utterance) -> list[Asked]:
+        """Typed questions about a picture or a clip beside it."""
+        asked = [Asked(questions.about_single(rng, scene), "image+audio") for _ in range(2)]
+        return [*asked, Asked(questions.about_clip(rng, clip), "image+audio")]
+
+    def _both(self, rng: random.Random) -> tuple[list[Medium], list[Asked]]:
         """A picture beside a word or a sound."""
-        scene, slot = self._source.scene(rng)
+        scene, picture = self._picture(rng)
         clip = questions.sample_clip(rng)
-        asked = [Asked(questions.about_single(rng, scene), "image+audio") for _ in range(5)]
-        asked += [Asked(questions.about_clip(rng, clip), "image+audio") for _ in range(3)]
-        slots = [slot, self._source.clip(rng, clip)]
-        rng.shuffle(slots)
-        return self._row(rng, (scene,), tuple(slots), clip, asked)
+        media = [picture, self._clip(rng, clip)]
+        rng.shuffle(media)
+        return media, [asked for _ in range(3) for asked in self._beside(rng, scene, clip)]
 
-    def _text(self, rng: random.Random) -> Row:
+    def _text(self, rng: random.Random) -> tuple[list[Medium], list[Asked]]:
         asked = []
         for _ in range(6):
             if rng.random() < 0.35:
@@ -204,60 +247,82 @@ class RowMaker:
             else:
                 talk = smalltalk.sample_talk(rng)
                 asked.append(Asked(Question(talk.text, talk.reply, talk.task), "text"))
-        return self._row(rng, (), (), None, asked)
+        return [], asked
 
-    def _row(
-        self,
-        rng: random.Random,
-        scenes: Sequence[Scene],
-        slots: Sequence[Slot],
-        clip: Utterance | None,
-        asked: Sequence[Asked],
-        spoken: Question | None = None,
-    ) -> Row:
-        writer = Writer(self._encode)
-        if rng.random() < 0.12:
-            writer.text(tokens.SYSTEM + rng.choice(SYSTEM_PROMPTS) + tokens.END)
-        writer.text(tokens.USER)
-        seen, heard = 0, False
-        for slot in slots:
-            closing = writer.media(slot)
-            if slot.is_image:
-                writer.row.hints.append(_scene_hint(closing, scenes[seen]))
-            seen, heard = seen + slot.is_image, heard or not slot.is_image
-            if clip is not None and heard:
-                writer.row.hints.append(_clip_hint(closing, clip, scenes[:seen], spoken))
+    # --- layouts -------------------------------------------------------------------------------------------------------------
+
+    def _media_first(self, rng: random.Random, media: Sequence[Medium], asked: Sequence[Asked]) -> Row:
+        writer = self._begun(rng)
+        leads = rng.choice([leads for leads in _LEADS if len(leads) == len(media)] or [()]) if rng.random() < 0.15 else ()
+        shown: list[Medium] = []
+        for index, medium in enumerate(media):
+            if leads and medium.slot.is_image:
+                writer.text(leads[index])
+            self._show(writer, medium, shown)
         number, branch = 0, 0
         while number < len(asked):
             branch += 1
             writer.branch(branch)
-            self._ask(writer, asked[number], scenes, clip)
+            here = list(shown)
+            for medium in asked[number].media:
+                self._show(writer, medium, here)
+            self._ask(writer, asked[number], here)
             number += 1
-            if number < len(asked) and rng.random() < 0.15:  # a second turn of the same conversation
+            if number < len(asked) and not asked[number].media and rng.random() < 0.15:  # a second turn of the same conversation
                 writer.text(tokens.USER)
-                self._ask(writer, asked[number], scenes, clip)
+                self._ask(writer, asked[number], here)
                 number += 1
         return writer.row
 
-    def _ask(self, writer: Writer, asked: Asked, scenes: Sequence[Scene], clip: Utterance | None) -> None:
-        start = len(writer.row.ids)
-        question = asked.question
-        writer.ask(question, asked.slice_name)
-        if scenes and question.task.removeprefix("spoken ") in ("name", "describe", "name both"):
-            self._hint_names(writer.row, start, scenes, question)
-        if scenes and clip is not None and question.task.startswith("spoken"):
-            answered = next(i for i in range(start, len(writer.row.ids)) if writer.row.targets[i] != IGNORE)
-            writer.row.hints.append(_clip_hint(answered, clip, scenes, question))
-        if not scenes or question.task == "decline" or question.task.startswith("spoken"):
-            return
+    def _text_first(self, rng: random.Random, media: Sequence[Medium], asked: Asked) -> Row:
+        writer = self._begun(rng)
+        question, shown = asked.question, []  # type: Question, list[Medium]
+        writer.text(question.text)
+        for medium in (*media, *asked.media):
+            self._show(writer, medium, shown)
+        start = writer.answer(question, asked.slice_name)
+        self._hint(writer.row, start, shown, question, start, start)
+        return writer.row
+
+    def _begun(self, rng: random.Random) -> Writer:
+        writer = Writer(self._encode)
+        if rng.random() < 0.12:
+            writer.text(tokens.SYSTEM + rng.choice(SYSTEM_PROMPTS) + tokens.END)
+        writer.text(tokens.USER)
+        return writer
+
+    def _show(self, writer: Writer, medium: Medium, shown: list[Medium]) -> None:
+        closing = writer.media(medium.slot)
+        shown.append(medium)
+        if isinstance(medium.truth, Scene):
+            writer.row.hints.append(_scene_hint(closing, medium.truth))
+        clips = [m.truth for m in shown if isinstance(m.truth, Utterance)]
+        if clips:
+            writer.row.hints.append(_clip_hint(closing, clips[-1], [m.truth for m in shown if isinstance(m.truth, Scene)]))
+
+    def _ask(self, writer: Writer, asked: Asked, shown: Sequence[Medium]) -> None:
+        question, row = asked.question, writer.row
+        start = writer.text(question.text)
+        stop = writer.answer(question, asked.slice_name)
         noun = ordinal = None
-        for index in range(start, len(writer.row.ids)):
-            if writer.row.targets[index] != IGNORE:
-                break
-            token = writer.row.ids[index]
+        for index in range(start, stop):
+            token = row.ids[index]
             noun = index if question.kind is not None and self._nouns.get(token) == question.kind else noun
             ordinal = index if question.nth is not None and token in self._ordinals else ordinal
-        writer.row.hints += _question_hints(noun, ordinal, scenes, question)
+        self._hint(row, stop, shown, question, noun, ordinal)
+
+    def _hint(self, row: Row, answered: int, shown: Sequence[Medium], question: Question, noun: int | None, ordinal: int | None) -> None:
+        """What can be known where; `answered` is the index of the token that the answer follows."""
+        scenes = [medium.truth for medium in shown if isinstance(medium.truth, Scene)]
+        if scenes and question.task.removeprefix("spoken ") in ("name", "describe", "name both"):
+            self._hint_names(row, answered, scenes, question)
+        if not scenes or question.task == "decline":
+            return
+        if question.task.startswith("spoken"):
+            clip = next(medium.truth for medium in reversed(shown) if isinstance(medium.truth, Utterance))
+            row.hints.append(_clip_hint(answered, clip, scenes))
+        else:
+            row.hints += _question_hints(noun, ordinal, scenes, question)
 
     def _hint_names(self, row: Row, start: int, scenes: Sequence[Scene], question: Question) -> None:
         """All along the sentences that name kinds: what has still to be named."""
@@ -294,16 +359,18 @@ def _scene_hint(at: int, scene: Scene) -> Hint:
     return Hint(at, kinds=kinds, color=tuple(COLORS).index(scene.background))
 
 
-def _clip_hint(at: int, clip: Utterance, scenes: Sequence[Scene], spoken: Question | None) -> Hint:
+def _clip_hint(at: int, clip: Utterance, scenes: Sequence[Scene]) -> Hint:
+    """What was heard, and, of the kind that a question names, how many there are and where."""
     if clip.sound is not None:
         return Hint(at, heard=FRAME_LABELS.index(clip.sound), form=len(SPOKEN_QUESTIONS) + 1)
     if len(clip.words) == 1:
         return Hint(at, heard=FRAME_LABELS.index(clip.words[0]), form=len(SPOKEN_QUESTIONS))
     form = _FORMS[clip.words[0] + clip.words[1]]
-    if spoken is None or spoken.kind is None:
+    kind = next((_KIND_OF[word] for word in clip.words if word in _KIND_OF), None)
+    if kind is None:
         return Hint(at, form=form)
-    heard = FRAME_LABELS.index(spoken.kind)
+    heard = FRAME_LABELS.index(kind)
     if not scenes:
         return Hint(at, heard=heard, form=form)
-    (hint,) = _question_hints(at, None, scenes, spoken)
+    (hint,) = _question_hints(at, None, scenes, Question("", "", "", kind))
     return Hint(at, hint.counts, hint.asked, hint.cells, heard=heard, form=form)

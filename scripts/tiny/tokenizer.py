@@ -17,8 +17,7 @@ PAD, END, SYSTEM, USER, ASSISTANT = "<|pad|>", "<|end|>", "<|system|>", "<|user|
 IMAGE, IMAGE_END, AUDIO, AUDIO_END = "<|image|>", "<|/image|>", "<|audio|>", "<|/audio|>"
 SPECIAL = (PAD, END, SYSTEM, USER, ASSISTANT, IMAGE, IMAGE_END, AUDIO, AUDIO_END)
 
-# Content is a string or a list of parts; rows of a picture or clip go between its two tokens.  A message's media come before its text,
-# as in LLaVA's template: what a small decoder reads before it knows the question it reads the same way every time.
+# Content is a string or a list of parts, written in their order; rows of a picture or clip go between its two tokens.
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
 {{- '<|' + message['role'] + '|>' -}}
@@ -30,10 +29,9 @@ CHAT_TEMPLATE = """\
 {{- '<|image|><|/image|>' -}}
 {%- elif part['type'] == 'audio' -%}
 {{- '<|audio|><|/audio|>' -}}
-{%- endif -%}
-{%- endfor -%}
-{%- for part in message['content'] if part['type'] == 'text' -%}
+{%- else -%}
 {{- part['text'] -}}
+{%- endif -%}
 {%- endfor -%}
 {%- endif -%}
 {{- '<|end|>' -}}
