@@ -92,30 +92,38 @@ def main() -> None:
     options = parser.parse_args()
     work: Path = options.work
     work.mkdir(parents=True, exist_ok=True)
-    vision_dir, audio_dir, decoder_dir = work / "vision", work / "audio", work / "decoder"
-    towers = ("--vision", str(vision_dir), "--audio", str(audio_dir))
-
-    vision, audio = Job("vision", ("scripts.tiny.vision", str(vision_dir))), Job("audio", ("scripts.tiny.audio", str(audio_dir)))
-    run_chains(work, [Job("decoder", ("scripts.tiny.decoder", "--out", str(decoder_dir)))], [vision, audio])
-    inputs = (*towers, "--cache", str(work / "cache"))
+    vision_dir, audio_dir, decoder_dir, cache_dir = (str(work / name) for name in ("vision", "audio", "decoder", "cache"))
     small_dir, large_dir = str(work / "join-small"), str(work / "join-large")
+
     run_chains(
         work,
         [
-            Job("pools", ("scripts.tiny.real", *inputs)),
-            Job("join-small", ("scripts.tiny.join", "--start", str(decoder_dir), "--out", small_dir, *inputs)),
-            Job("join-large", ("scripts.tiny.join", "--size", "large", "--start", small_dir, "--out", large_dir, *inputs)),
+            Job("vision", ("scripts.tiny.vision", vision_dir)),
+            Job("pictures", ("scripts.tiny.real", "--vision", vision_dir, "--cache", cache_dir)),
+        ],
+        [
+            Job("decoder", ("scripts.tiny.decoder", "--out", decoder_dir, "--max-minutes", "40")),
+            Job("audio", ("scripts.tiny.audio", audio_dir)),
+            Job("clips", ("scripts.tiny.real", "--audio", audio_dir, "--cache", cache_dir)),
+        ],
+    )
+    join = ("scripts.tiny.join", "--vision", vision_dir, "--audio", audio_dir, "--cache", cache_dir)
+    run_chains(  # both cores for each
+        work,
+        [
+            Job("join-small", (*join, "--start", decoder_dir, "--out", small_dir, "--max-minutes", "50")),
+            Job("join-large", (*join, "--size", "large", "--start", small_dir, "--out", large_dir, "--max-minutes", "30")),
         ],
     )
 
     small, large = (work / f"join-{size}" / "checkpoint.pt" for size in ("small", "large"))
     candidate = work / "model"
-    export.assemble(candidate, vision_dir, audio_dir, small, large)
+    export.assemble(candidate, work / "vision", work / "audio", small, large)
     scores = score.score(candidate, options.items)
     (work / "scores.json").write_text(json.dumps(scores, indent=1))
     if missed := failures(scores):
         sys.exit("below the bar, not written:\n" + "\n".join(missed))
-    num_bytes = export.assemble(options.out, vision_dir, audio_dir, small, large, work / "scores.json")
+    num_bytes = export.assemble(options.out, work / "vision", work / "audio", small, large, work / "scores.json")
     Console().print(f"wrote {options.out}, {num_bytes / 1e6:.1f} MB of weights")
 
 

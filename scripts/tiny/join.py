@@ -45,6 +45,7 @@ WEIGHTS = {"single": 0.17, "pair": 0.28, "audio": 0.05, "spoken": 0.38, "both": 
 SYMBOLIC_SHARE = 0.15  # of the batches
 TEXT_FIRST_SHARE = 0.3
 NUM_SYMBOLIC = (40, 80)
+LR = 0.003
 AVERAGE_DECAY = 0.99
 MERGE_S = 45.0  # between two merges of the ranks' weights
 DISTIL_STEPS = 1200
@@ -184,13 +185,13 @@ def _rank(rank: int, num_ranks: int, store: str, function: Callable[..., None], 
 # --- tuning ------------------------------------------------------------------------------------------------------------------
 
 
-def tune(joined: Joined, pictures: VisionPool, clips: AudioPool, out_dir: Path, num_questions: int, max_minutes: float, lr: float) -> None:
-    """Until `num_questions` were seen or the time is over; the learning rate falls to zero with whichever is sooner.
+def tune(joined: Joined, pictures: VisionPool, clips: AudioPool, out_dir: Path, max_minutes: float) -> None:
+    """Until the time is over; the learning rate falls to zero with it.
 
     `joined` ends as the running mean of its weights: steps on few long rows are noisy.
     """
     ranks = Ranks()
-    opts = optimizers(joined, joined.decoder, lr)
+    opts = optimizers(joined, joined.decoder, LR)
     base = [opt.param_groups[0]["lr"] for opt in opts]
     checkpoint = out_dir / "checkpoint.pt"
     step, num_seen, spent_s = 0, 0, 0.0
@@ -205,12 +206,12 @@ def tune(joined: Joined, pictures: VisionPool, clips: AudioPool, out_dir: Path, 
         average = {name: value.clone() for name, value in joined.state_dict().items()}
     tally = Tally()
     merged_at = time.monotonic()
-    done = max(num_seen / num_questions, spent_s / (60 * max_minutes))
+    done = spent_s / (60 * max_minutes)
     with Progress(disable=ranks.rank > 0) as progress:
         bar = progress.add_task(f"tune {out_dir.name}", total=1.0)
         while done < 1:
-            now_done = max(done, (spent_s + time.monotonic() - merged_at) / (60 * max_minutes))
-            set_share(opts, base, min(1.0, (step + 1) / 50) * max(0.0, min(1.0, (1 - now_done) / 0.6)))
+            left = max(0.0, 1 - (spent_s + time.monotonic() - merged_at) / (60 * max_minutes))
+            set_share(opts, base, min(1.0, (step + 1) / 50, left / 0.6))
             batch, is_real = _draw(joined, pictures, clips, done, random.Random((SEED + ranks.rank) * 10_000_000 + step))
             outcome: Outcome = joined(batch)
             outcome.loss.backward()
@@ -229,7 +230,7 @@ def tune(joined: Joined, pictures: VisionPool, clips: AudioPool, out_dir: Path, 
                 continue
             num_seen += newly_seen
             spent_s, merged_at = spent_s + MERGE_S, merged_at + MERGE_S
-            done = max(num_seen / num_questions, spent_s / (60 * max_minutes))
+            done = spent_s / (60 * max_minutes)
             progress.update(bar, completed=done)
             if ranks.rank == 0:
                 state = {
@@ -303,25 +304,32 @@ class Inputs:
     cache_dir: Path
 
 
-def train_small(out_dir: Path, decoder_dir: Path, inputs: Inputs, *, num_questions: int = 150_000, max_minutes: float = 40.0) -> Tally:
-    """Write `out_dir`/checkpoint.pt, whose "joined" is the result; return its held-out scores.  Resumes."""
+def train_small(out_dir: Path, decoder_dir: Path, inputs: Inputs, max_minutes: float) -> None:
+    """One rank's part of writing `out_dir`/checkpoint.pt, whose "average" is the result.  Resumes.  Rank 0 prints held-out scores."""
     pictures, clips = train_pools(inputs.vision_dir, inputs.audio_dir, inputs.cache_dir)
+    torch.manual_seed(SEED)  # all ranks start from the same projectors
     joined = Joined(SMALL_LAYERS)
     if not (out_dir / "checkpoint.pt").exists():
         learned = torch.load(decoder_dir / "checkpoint.pt", weights_only=True)["learner"]
         joined.load_state_dict(learned, strict=False)  # all but the projectors
         left = distil(joined, pictures, clips)
         print(f"{time.strftime('%H:%M:%S')} distilled, unexplained variance: vision {left[0]:.3f}, audio {left[1]:.3f}", flush=True)
-    tune(joined, pictures, clips, out_dir, num_questions, max_minutes, lr=0.003)
-    return evaluate(joined.eval(), *held_out_pools(inputs.vision_dir, inputs.audio_dir, inputs.cache_dir))
+    _finish(joined, pictures, clips, out_dir, inputs, max_minutes)
 
 
-def train_large(out_dir: Path, small_dir: Path, inputs: Inputs, *, num_questions: int = 60_000, max_minutes: float = 40.0) -> Tally:
+def train_large(out_dir: Path, small_dir: Path, inputs: Inputs, max_minutes: float) -> None:
     """The same, grown from the joined small one."""
     pictures, clips = train_pools(inputs.vision_dir, inputs.audio_dir, inputs.cache_dir)
+    torch.manual_seed(SEED)
     large = grow(load(small_dir / "checkpoint.pt", SMALL_LAYERS)).train()
-    tune(large, pictures, clips, out_dir, num_questions, max_minutes, lr=0.003)
-    return evaluate(large.eval(), *held_out_pools(inputs.vision_dir, inputs.audio_dir, inputs.cache_dir))
+    _finish(large, pictures, clips, out_dir, inputs, max_minutes)
+
+
+def _finish(joined: Joined, pictures: VisionPool, clips: AudioPool, out_dir: Path, inputs: Inputs, max_minutes: float) -> None:
+    tune(joined, pictures, clips, out_dir, max_minutes)
+    if dist.get_rank() == 0:
+        pools = held_out_pools(inputs.vision_dir, inputs.audio_dir, inputs.cache_dir)
+        print(f"held out: {evaluate(joined.eval(), *pools)}", flush=True)
 
 
 def main() -> None:
@@ -332,14 +340,12 @@ def main() -> None:
     for name in ("vision", "audio", "cache"):
         parser.add_argument(f"--{name}", type=Path, required=True)
     parser.add_argument("--max-minutes", type=float, default=40.0)
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--ranks", type=int, default=2, help="processes, one for each core")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    torch.manual_seed(SEED)
     options.out.mkdir(parents=True, exist_ok=True)
     inputs = Inputs(options.vision, options.audio, options.cache)
     train = train_small if options.size == "small" else train_large
-    print(f"held out: {train(options.out, options.start, inputs, max_minutes=options.max_minutes)}")
+    run_ranks(options.ranks, train, options.out, options.start, inputs, options.max_minutes)
 
 
 if __name__ == "__main__":

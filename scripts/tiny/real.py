@@ -192,14 +192,19 @@ def held_out_pools(vision_dir: Path, audio_dir: Path, cache_dir: Path) -> tuple[
 
 
 def main() -> None:
-    """Fill the cache, so that two joining processes find it whole."""
+    """Fill the cache for the towers that are given."""
     parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("vision", "audio", "cache"):
-        parser.add_argument(f"--{name}", type=Path, required=True)
+    parser.add_argument("--vision", type=Path)
+    parser.add_argument("--audio", type=Path)
+    parser.add_argument("--cache", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    train_pools(options.vision, options.audio, options.cache)
-    held_out_pools(options.vision, options.audio, options.cache)
+    if options.vision is not None:
+        vision_pool(options.vision, options.cache, NUM_SCENES)
+        vision_pool(options.vision, options.cache, NUM_HELD_OUT, held_out=True)
+    if options.audio is not None:
+        audio_pool(options.audio, options.cache, CLIPS_PER_UTTERANCE)
+        audio_pool(options.audio, options.cache, 1, held_out=True)
 
 
 if __name__ == "__main__":
