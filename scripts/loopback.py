@@ -45,7 +45,7 @@ def loopback_url(text: str) -> str:
 @asynccontextmanager
 async def server(data_dir: Path, *flags: str) -> AsyncIterator[str]:
     """A server of our own on a free port, ready for everything; yields its URL.  Its log is `data_dir`/server.log."""
-    port = _free_port()
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     arguments = ("-m", "mmserve", "serve", "--port", str(port), "--data-dir", str(data_dir), *flags)
     with (data_dir / "server.log").open("ab") as log:
@@ -66,7 +66,7 @@ async def given_or_own_server(url: str | None, data_dir: Path) -> AsyncIterator[
         yield own
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -79,9 +79,9 @@ async def _wait_ready(url: str, process: asyncio.subprocess.Process, log: Path) 
     async with aiohttp.ClientSession() as session:
         while True:
             if process.returncode is not None:
-                raise RuntimeError(f"the server ended with status {process.returncode}:\n{_tail(log)}")
+                raise RuntimeError(f"the server ended with status {process.returncode}:\n{tail(log)}")
             if loop.time() > deadline:
-                raise RuntimeError(f"the server was not ready in {START_TIMEOUT_S:.0f} s:\n{_tail(log)}")
+                raise RuntimeError(f"the server was not ready in {START_TIMEOUT_S:.0f} s:\n{tail(log)}")
             try:
                 async with session.get(f"{url}/health/ready") as answer:
                     if answer.status == 200:
@@ -91,7 +91,7 @@ async def _wait_ready(url: str, process: asyncio.subprocess.Process, log: Path) 
             await asyncio.sleep(0.2)
 
 
-def _tail(log: Path) -> str:
+def tail(log: Path) -> str:
     return log.read_text(errors="replace")[-2000:]
 
 
