@@ -16,7 +16,7 @@ from mmserve.scheduler.placement import Candidate, place
 from mmserve.scheduler.scheduler import SchedulerLimits, TokenUpdate
 from mmserve.scheduler.sequence import Sequence
 from mmserve.shared_buffer import SharedMemory
-from mmserve.supervisor import Supervisor, Worker
+from mmserve.supervisor import Supervisor, Worker, alone
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class DecoderGroup:
         self._admission: Admission | None = None  # known once the first worker said how much it holds
         target = "mmserve.worker.main:run_decoder"
         self.supervisors = [
-            Supervisor(f"{self.name}-decoder-{i}", target, (spec, memory), self._serve, on_restart=on_restart)
+            Supervisor(f"{self.name}-decoder-{i}", target, alone(spec, memory), self._serve, on_restart=on_restart)
             for i, spec in enumerate(specs)
         ]
 

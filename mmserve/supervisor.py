@@ -1,6 +1,7 @@
 """Keeps worker processes alive: spawn, wait until ready, watch, kill what hangs, start again with a growing pause.
 
-Knows nothing of what workers compute.  A worker's life ends as `WorkerDied`, whether it crashed, was killed, or made no progress.
+Knows nothing of what workers compute.  A worker is one process, or the ranks of a tensor-parallel group that live and die together.
+Its life ends as `WorkerDied`, whether it crashed, was killed, or made no progress.
 """
 
 from __future__ import annotations
@@ -8,14 +9,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from mmserve.child_process import start_child
 from mmserve.errors import MmserveError, WorkerDied
 from mmserve.plan import Shutdown
-from mmserve.transport import Channel
+from mmserve.transport import Channel, pack
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +28,11 @@ LONGEST_PAUSE_S = 30.0
 BROKEN_AFTER = 3  # lives in a row without one answer: a crash loop, which opens the circuit
 
 
+def alone(*args: object) -> Callable[[], Sequence[tuple[object, ...]]]:
+    """A worker of one process, with the same arguments in every life."""
+    return lambda: [args]
+
+
 class WorkerFailedToStart(MmserveError):
     """A worker ended before it was ready, the first time it was started: a fault of the set-up, which a restart won't mend."""
 
@@ -32,40 +40,55 @@ class WorkerFailedToStart(MmserveError):
 
 
 class Worker:
-    """One life of one worker process.  Calls take turns; each gets the next reply."""
+    """One life of one worker.  Calls take turns; each gets the next reply.
 
-    def __init__(self, role: str, process: BaseProcess, channel: Channel) -> None:
+    Every rank is sent every message and answers it; the answer of rank 0 is the worker's.
+    """
+
+    def __init__(self, role: str, processes: Sequence[BaseProcess], channels: Sequence[Channel]) -> None:
         self.role = role
         self.died = asyncio.Event()
         self.num_answers = 0
-        self._process = process
-        self._channel = channel
+        self._processes = processes
+        self._channels = channels
+        self._alive = set(processes)
         self._turn = asyncio.Lock()
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(process.sentinel, self._note_death)
+        for process in processes:
+            self._loop.add_reader(process.sentinel, partial(self._note_death, process))
 
     @classmethod
-    async def spawn(cls, role: str, target: str, args: tuple[object, ...]) -> Worker:
-        process, end = start_child(target, args, name=f"mmserve-{role}")
+    async def spawn(cls, role: str, target: str, args_of_ranks: Sequence[tuple[object, ...]]) -> Worker:
+        """One process for each tuple of arguments."""
+        started: list[tuple[BaseProcess, socket.socket]] = []
         try:
-            return cls(role, process, await Channel.open(end))
+            for rank, args in enumerate(args_of_ranks):
+                name = f"mmserve-{role}" if len(args_of_ranks) == 1 else f"mmserve-{role}-rank-{rank}"
+                started.append(start_child(target, args, name=name))
+            return cls(role, [process for process, _ in started], [await Channel.open(end) for _, end in started])
         except BaseException:
-            process.kill()
-            process.join()
-            end.close()
+            for process, end in started:
+                process.kill()
+                process.join()
+                end.close()
             raise
 
     @property
+    def pids(self) -> tuple[int, ...]:
+        """Of the ranks, in their order."""
+        return tuple(process.pid or 0 for process in self._processes)
+
+    @property
     def pid(self) -> int:
-        return self._process.pid or 0
+        return self.pids[0]
 
     async def call(self, message: object, timeout_s: float) -> Any:
         """Send and wait for the reply.  A worker that doesn't answer in time is killed.  Raises WorkerDied."""
         async with self._turn:
             try:
                 async with asyncio.timeout(timeout_s):
-                    await self._channel.send(message)
-                    reply = await self._channel.receive()
+                    await self._send(message)
+                    reply = await self._receive()
                     self.num_answers += 1
                     return reply
             except TimeoutError:
@@ -80,20 +103,20 @@ class Worker:
         """A message nobody asked for: the ready report.  Raises WorkerDied."""
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._channel.receive()
+                return await self._receive()
         except TimeoutError:
             raise WorkerDied(f"{self.role} was not ready in {timeout_s:.0f} s") from None
 
     def kill(self) -> None:
-        if self._process.is_alive():
-            self._process.kill()
+        for process in self._alive:
+            process.kill()
 
     async def stop(self, grace_s: float) -> None:
         """Ask it to leave, then make it."""
         with contextlib.suppress(WorkerDied, TimeoutError):
             async with asyncio.timeout(grace_s):
                 async with self._turn:
-                    await self._channel.send(Shutdown())
+                    await self._send(Shutdown())
                 await self.died.wait()
         await self.bury()
 
@@ -103,32 +126,46 @@ class Worker:
         try:
             await self.died.wait()
         finally:
-            self._channel.close()
-        self._process.join()
+            for channel in self._channels:
+                channel.close()
+        for process in self._processes:
+            process.join()
 
-    def _note_death(self) -> None:
-        self._loop.remove_reader(self._process.sentinel)
+    async def _send(self, message: object) -> None:
+        data = pack(message)
+        for channel in self._channels:
+            await channel.send_packed(data)
+
+    async def _receive(self) -> Any:
+        replies = [await channel.receive() for channel in self._channels]
+        return replies[0]
+
+    def _note_death(self, process: BaseProcess) -> None:
+        self._loop.remove_reader(process.sentinel)
+        self._alive.discard(process)
+        self.kill()  # ranks left alone would wait for ever in a collective
         self.died.set()
 
 
 class Supervisor:
     """One role that must always have a living worker.
 
-    `serve(worker, ready)` is given each life once it is ready, and returns or raises WorkerDied when the life is over.
+    `args_of_ranks()` gives the arguments of each process of a new life.  `serve(worker, ready)` is given each life once it is ready, and
+    returns or raises WorkerDied when the life is over.
     """
 
     def __init__(
         self,
         role: str,
         target: str,
-        args: tuple[object, ...],
+        args_of_ranks: Callable[[], Sequence[tuple[object, ...]]],
         serve: Callable[[Worker, Any], Awaitable[None]],
         *,
         on_restart: Callable[[str], None],
     ) -> None:
         self.role = role
         self._target = target
-        self._args = args
+        self._args_of_ranks = args_of_ranks
         self._serve = serve
         self._on_restart = on_restart
         self._first_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -161,7 +198,7 @@ class Supervisor:
 
     async def _run(self) -> None:
         while not self._closing:
-            worker = self._worker = await Worker.spawn(self.role, self._target, self._args)
+            worker = self._worker = await Worker.spawn(self.role, self._target, self._args_of_ranks())
             try:
                 await self._live(worker)
             except WorkerDied as error:

@@ -16,6 +16,12 @@ from mmserve.errors import WorkerDied
 _LENGTH = struct.Struct("<Q")
 
 
+def pack(message: object) -> bytes:
+    """A message as it goes over the wire."""
+    data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    return _LENGTH.pack(len(data)) + data
+
+
 class Channel:
     """Main's end.  One task receives; sends are whole messages and never block the loop."""
 
@@ -30,11 +36,14 @@ class Channel:
 
     async def send(self, message: object) -> None:
         """Raises WorkerDied if the peer is gone."""
-        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        await self.send_packed(pack(message))
+
+    async def send_packed(self, data: bytes) -> None:
+        """The same for a message that goes to several peers and was packed once."""
         if self._writer.is_closing():  # writing now is an OSError on one loop and a RuntimeError on another
             raise WorkerDied("channel closed")
         try:
-            self._writer.write(_LENGTH.pack(len(data)) + data)
+            self._writer.write(data)
             await self._writer.drain()
         except OSError as error:
             raise WorkerDied("channel closed while sending") from error
@@ -59,8 +68,7 @@ class WorkerChannel:
         self._socket = end
 
     def send(self, message: object) -> None:
-        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        self._socket.sendall(_LENGTH.pack(len(data)) + data)
+        self._socket.sendall(pack(message))
 
     def receive(self) -> Any:
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size))

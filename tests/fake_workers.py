@@ -19,6 +19,14 @@ def echo(end: socket.socket, *_: object) -> None:
         channel.send(message)
 
 
+def echo_rank(end: socket.socket, rank: int) -> None:
+    """Ready, then every message back with the rank that got it."""
+    channel = WorkerChannel(end)
+    channel.send("ready")
+    while not isinstance(message := channel.receive(), Shutdown):
+        channel.send((rank, message))
+
+
 def hang(end: socket.socket, *_: object) -> None:
     """Ready, then never an answer."""
     channel = WorkerChannel(end)

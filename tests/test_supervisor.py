@@ -8,12 +8,12 @@ import pytest
 
 from mmserve.child_process import start_child
 from mmserve.errors import WorkerDied
-from mmserve.supervisor import Supervisor, Worker, WorkerFailedToStart
+from mmserve.supervisor import Supervisor, Worker, WorkerFailedToStart, alone
 from mmserve.transport import Channel
 
 
-async def spawn(function: str) -> Worker:
-    worker = await Worker.spawn("test", f"fake_workers:{function}", ())
+async def spawn(function: str, num_ranks: int = 1) -> Worker:
+    worker = await Worker.spawn("test", f"fake_workers:{function}", [(rank,) for rank in range(num_ranks)])
     assert await worker.receive(30) == "ready"
     return worker
 
@@ -30,6 +30,27 @@ async def test_a_worker_that_does_not_answer_is_killed():
     with pytest.raises(WorkerDied, match="hung"):
         await worker.call("anything", 0.2)
     await worker.died.wait()
+    await worker.bury()
+
+
+async def test_every_rank_gets_the_message_and_rank_0_answers():
+    worker = await spawn("echo_rank", num_ranks=3)
+    assert await worker.call("who", 30) == (0, "who")
+    assert len(set(worker.pids)) == 3
+    await worker.stop(5)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+async def test_ranks_die_together(victim: int):
+    """A rank that lost another would wait in a collective for ever, and hold a GPU's memory meanwhile."""
+    worker = await spawn("echo_rank", num_ranks=2)
+    other = os.pidfd_open(worker.pids[1 - victim])
+    os.kill(worker.pids[victim], signal.SIGKILL)
+    await worker.died.wait()
+    assert _wait_for_end(other), "a rank outlived its group"
+    os.close(other)
+    with pytest.raises(WorkerDied):
+        await worker.call("anyone", 30)
     await worker.bury()
 
 
@@ -60,7 +81,7 @@ async def test_a_killed_worker_is_followed_by_another():
         await worker.died.wait()
         raise WorkerDied("test")
 
-    supervisor = Supervisor("test", "fake_workers:echo", (), serve, on_restart=restarts.append)
+    supervisor = Supervisor("test", "fake_workers:echo", alone(), serve, on_restart=restarts.append)
     await supervisor.first_ready()
     first = await lives.get()
     os.kill(first.pid, signal.SIGKILL)
@@ -75,7 +96,7 @@ async def test_a_worker_that_never_starts_is_an_error_and_not_a_loop():
     async def serve(worker: Worker, ready: object) -> None:
         raise AssertionError("it was never ready")
 
-    supervisor = Supervisor("test", "fake_workers:die_at_once", (), serve, on_restart=lambda role: None)
+    supervisor = Supervisor("test", "fake_workers:die_at_once", alone(), serve, on_restart=lambda role: None)
     with pytest.raises(WorkerFailedToStart, match="test worker ended before it was ready"):
         await supervisor.first_ready()
     await supervisor.close()
@@ -121,7 +142,7 @@ async def test_only_lives_without_an_answer_open_the_circuit():
         await worker.died.wait()
         raise WorkerDied("test")
 
-    supervisor = Supervisor("test", "fake_workers:echo", (), serve, on_restart=lambda role: None)
+    supervisor = Supervisor("test", "fake_workers:echo", alone(), serve, on_restart=lambda role: None)
     for _ in range(4):
         worker = await lives.get()
         await worker.call("work", 30)
