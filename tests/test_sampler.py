@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from mmserve.plan import RowSampling
-from mmserve.worker.sampler import sample, uniforms
+from mmserve.worker.sampler import sample
+from mmserve.worker.uniforms import uniforms
 
 LOGITS = [0.0, 2.0, 1.0, -1.0, 1.5]
 
@@ -77,6 +78,61 @@ def test_filters_of_one_row_leave_its_neighbours_alone() -> None:
     assert draw(*mixed)[1::3] == [1] * 50
 
 
+def spread(vocab_size: int, num_rows: int, width: float, seed: int = 0) -> torch.Tensor:
+    """Equal rows of logits that a wide model could give, with many equals among them, as bfloat16 makes."""
+    logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(seed)) * width
+    return logits.bfloat16().float().repeat(num_rows, 1)
+
+
+def kept_by_sorting(logits: torch.Tensor, top_k: int, top_p: float) -> set[int]:
+    """The slow way: best first, equals by id, until the share is reached."""
+    shares = logits.double().softmax(-1).tolist()
+    best = sorted(range(len(shares)), key=lambda i: (-shares[i], i))[: top_k or None]
+    total, kept, held = sum(shares[i] for i in best), set[int](), 0.0
+    for i in best:
+        if kept and held >= top_p * total - 1e-12:
+            break
+        kept.add(i)
+        held += shares[i]
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "width"),
+    [(3, 1.0, 2.0), (40, 0.8, 2.0), (0, 0.9, 4.0), (300, 1.0, 1.0), (0, 0.6, 0.5), (290, 0.7, 0.5), (700, 1.0, 1.0)],
+)
+def test_every_filter_keeps_what_sorting_keeps_whatever_its_size(top_k: int, top_p: float, width: float) -> None:
+    num_draws = 4000
+    logits = spread(700, num_draws, width)
+    rows = [RowSampling(temperature=1.0, top_k=top_k, top_p=top_p, seed=1, position=i) for i in range(num_draws)]
+    drawn = {token.token_id for token in sample(logits.clone(), rows) if token is not None}
+    kept = kept_by_sorting(logits[0], top_k, top_p)
+    assert drawn <= kept
+    shares = logits[0].softmax(-1)
+    likely = {i for i in kept if shares[i] > 8 / num_draws}
+    assert likely <= drawn
+
+
+def test_a_draw_in_two_stages_has_the_shares_of_one() -> None:
+    num_draws, vocab_size = 20_000, 1000
+    logits = spread(vocab_size, num_draws, 1.5)
+    rows = [RowSampling(temperature=1.0, seed=2, position=i) for i in range(num_draws)]
+    counts = np.bincount([token.token_id for token in sample(logits.clone(), rows) if token is not None], minlength=vocab_size)
+    expected = logits[0].softmax(-1).numpy() * num_draws
+    # By tens, so that each is drawn often; a chi-square of 99 degrees exceeds 149 once in a thousand.
+    counted, wanted = counts.reshape(100, 10).sum(1), expected.reshape(100, 10).sum(1)
+    assert ((counted - wanted) ** 2 / wanted).sum() < 149
+
+
+@pytest.mark.parametrize("fields", [{}, {"top_p": 0.95}, {"top_k": 20}])
+def test_noise_in_the_last_bits_of_the_logits_leaves_nearly_every_draw_alone(fields: dict[str, float]) -> None:
+    logits = torch.randn(3000, 700, generator=torch.Generator().manual_seed(4)) * 2
+    noisy = logits * (1 + 1e-6 * torch.randn(logits.shape, generator=torch.Generator().manual_seed(5)))
+    rows = [RowSampling(**{"temperature": 1.0, "seed": 6, "position": i, **fields}) for i in range(len(logits))]
+    pairs = zip(sample(logits.clone(), rows), sample(noisy, rows), strict=True)
+    assert sum(a != b for a, b in pairs) <= 3
+
+
 @pytest.mark.parametrize("fields", [{}, {"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}, {"temperature": 0.3}])
 def test_a_draw_depends_on_seed_and_position_and_never_on_the_batch(fields: dict[str, float]) -> None:
     rows = [
@@ -85,7 +141,7 @@ def test_a_draw_depends_on_seed_and_position_and_never_on_the_batch(fields: dict
         for position in range(40)
     ]
     generator = torch.Generator().manual_seed(0)
-    batch = torch.randn(len(rows), 50, generator=generator)
+    batch = torch.randn(len(rows), 700, generator=generator)
     together = [token.token_id for token in sample(batch.clone(), rows) if token is not None]
     alone = [sample(batch[i : i + 1].clone(), [row])[0].token_id for i, row in enumerate(rows)]  # type: ignore[union-attr]
     assert together == alone
@@ -93,9 +149,9 @@ def test_a_draw_depends_on_seed_and_position_and_never_on_the_batch(fields: dict
 
 
 def test_uniform_numbers_are_uniform_and_uncorrelated_between_neighbours() -> None:
-    by_position = uniforms([5] * 10_000, range(10_000), 1)[:, 0].numpy()
-    by_seed = uniforms(range(10_000), [5] * 10_000, 1)[:, 0].numpy()
-    by_token = uniforms([5], [5], 10_000)[0].numpy()
+    by_position = uniforms([5] * 10_000, range(10_000), torch.arange(1))[:, 0].numpy()
+    by_seed = uniforms(range(10_000), [5] * 10_000, torch.arange(1))[:, 0].numpy()
+    by_token = uniforms([5], [5], torch.arange(10_000))[0].numpy()
     for numbers in (by_position, by_seed, by_token):
         assert numbers.min() > 0
         assert numbers.max() < 1
@@ -104,7 +160,7 @@ def test_uniform_numbers_are_uniform_and_uncorrelated_between_neighbours() -> No
 
 
 def test_the_same_seed_position_and_token_is_the_same_number_for_ever() -> None:
-    assert uniforms([0, 1, 2**64 - 1], [0, 7, 100], 2).tolist() == [
+    assert uniforms([0, 1, 2**64 - 1], [0, 7, 100], torch.arange(2)).tolist() == [
         [0.13870941014555432, 0.9711020828012884],
         [0.421885377093601, 0.5547367047682259],
         [0.3574911816084209, 0.34167079741289647],

@@ -1,4 +1,4 @@
-"""Draws the next token of every row that wants one.
+"""Draws the next token of every row that wants one: all rows at once, on their device, and one copy back to the host.
 
 A draw is a function of the row's own logits and (seed, position): neither the rest of the batch nor an earlier life of the worker
 changes it.  Order: penalties, bias and bans, then temperature, min-p, top-k, top-p.
@@ -8,122 +8,142 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from mmserve.plan import RowSampling, SampledToken
+from mmserve.worker.logit_edits import adjust
+from mmserve.worker.uniforms import uniforms
+
+_NUM_BEST = 256  # candidates that top-k and top-p choose among; a row that needs more has all its tokens sorted
+_CHUNK = 256  # tokens whose shares are summed, so that a draw needs a few hundred random numbers and not one per token
+_COLDEST = 1e-37  # temperature; below it fp32 would divide by zero
 
 
 def sample(logits: torch.Tensor, rows: Sequence[RowSampling]) -> list[SampledToken | None]:
     """fp32 logits [R, V], which may be overwritten -> one token a row, None where the logits aren't finite."""
-    low, high = logits.aminmax(dim=-1)
-    is_finite = (low.isfinite() & high.isfinite()).tolist()
-    reports = [_Report(logits, i, row.logprobs) if row.logprobs is not None and is_finite[i] else None for i, row in enumerate(rows)]
-    _adjust(logits, rows)
+    is_finite = logits.sum(dim=-1).isfinite()
+    reports = _Reports(logits, rows)
+    adjust(logits, rows)
     token_ids = logits.argmax(dim=-1)
-    random = [i for i, row in enumerate(rows) if row.temperature > 0 and is_finite[i]]
+    random = [i for i, row in enumerate(rows) if row.temperature > 0]
     if random:
-        token_ids[random] = _draw(logits[random], [rows[i] for i in random])
-    return [
-        None if not ok else SampledToken(token_id) if report is None else report.token(token_id)
-        for token_id, ok, report in zip(token_ids.tolist(), is_finite, reports, strict=True)
-    ]
+        token_ids[random] = _draw(_pick(logits, random), [rows[i] for i in random])
+    return reports.tokens(token_ids, is_finite)
 
 
-class _Report:
-    """Log-probabilities of one row under the model's own distribution, taken before anything is adjusted."""
+class _Reports:
+    """Log-probabilities under the model's own distribution, taken before anything is adjusted."""
 
-    def __init__(self, logits: torch.Tensor, row: int, num_top: int | None) -> None:
-        self._logprobs = logits[row].log_softmax(dim=-1)
-        self._num_top = min(num_top or 0, logits.shape[1])
+    def __init__(self, logits: torch.Tensor, rows: Sequence[RowSampling]) -> None:
+        self._num_top = {i: min(row.logprobs, logits.shape[1]) for i, row in enumerate(rows) if row.logprobs is not None}
+        self._logprobs = _pick(logits, list(self._num_top)).log_softmax(dim=-1) if self._num_top else logits[:0]
+        self._top = self._logprobs.topk(max(self._num_top.values(), default=0))
 
-    def token(self, token_id: int) -> SampledToken:
-        values, ids = self._logprobs.topk(self._num_top)
-        return SampledToken(token_id, float(self._logprobs[token_id]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
-
-
-def _adjust(logits: torch.Tensor, rows: Sequence[RowSampling]) -> None:
-    """Penalties, bias and bans, in place; ids beyond the vocabulary are passed over."""
-    vocab_size = logits.shape[1]
-    for i, row in enumerate(rows):
-        if row.repetition_penalty != 1.0:
-            seen = _ids(row.prompt_ids, row.output_ids, vocab_size)
-            values = logits[i, seen]
-            logits[i, seen] = torch.where(values > 0, values / row.repetition_penalty, values * row.repetition_penalty)
-        if (row.presence_penalty or row.frequency_penalty) and row.output_ids is not None:
-            counts = torch.bincount(_ids(row.output_ids, None, vocab_size), minlength=vocab_size).to(logits.device)
-            logits[i] -= row.frequency_penalty * counts + row.presence_penalty * (counts > 0)
-        for token_id, bias in (row.logit_bias or {}).items():
-            if 0 <= token_id < vocab_size:
-                logits[i, token_id] += bias
-        if row.banned_ids:
-            logits[i, [token_id for token_id in row.banned_ids if 0 <= token_id < vocab_size]] = -torch.inf
-
-
-def _ids(first: np.ndarray | None, second: np.ndarray | None, vocab_size: int) -> torch.Tensor:
-    present = [part for part in (first, second) if part is not None]
-    ids = np.concatenate(present).astype(np.int64) if present else np.zeros(0, np.int64)
-    return torch.from_numpy(ids[(ids >= 0) & (ids < vocab_size)])
+    def tokens(self, token_ids: torch.Tensor, is_finite: torch.Tensor) -> list[SampledToken | None]:
+        """Bring everything to the host."""
+        reported = self._logprobs.gather(1, token_ids[list(self._num_top)].unsqueeze(1)).squeeze(1).tolist()
+        tops = [
+            list(zip(ids, values, strict=True)) for ids, values in zip(self._top.indices.tolist(), self._top.values.tolist(), strict=True)
+        ]
+        tokens = [SampledToken(token_id) if ok else None for token_id, ok in zip(token_ids.tolist(), is_finite.tolist(), strict=True)]
+        for (i, num_top), logprob, top in zip(self._num_top.items(), reported, tops, strict=True):
+            if (token := tokens[i]) is not None:
+                tokens[i] = SampledToken(token.token_id, logprob, tuple(top[:num_top]))
+        return tokens
 
 
 def _draw(logits: torch.Tensor, rows: Sequence[RowSampling]) -> torch.Tensor:
-    """Temperature, filters, and one Gumbel-max draw a row; int64 [R].
+    """Temperature, filters, and one draw a row; int64 [R].
 
-    A row drawn again after a worker's death has logits that differ in their last bits, since its batch does.  The Gumbel maximum then
-    changes only if two scores are as close as those bits; an inverse CDF would, wherever its one number falls between two tokens' shares.
+    Every draw is the maximum of log-shares with Gumbel noise.  A row drawn again after a worker's death has logits that differ in their
+    last bits, since its batch does.  The maximum then changes only if two scores are as close as those bits; an inverse CDF would,
+    wherever its one number falls between two tokens' shares.
     """
-    device = logits.device
-
-    def column(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=device).unsqueeze(1)
-
     # Relative to the best first: no temperature, however small, can then overflow.
-    scaled = (logits - logits.amax(dim=-1, keepdim=True)).double() / column([row.temperature for row in rows])
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)).div_(_column([max(row.temperature, _COLDEST) for row in rows], logits))
     if any(row.min_p > 0 for row in rows):
-        scaled.masked_fill_(scaled.exp() < column([row.min_p for row in rows]), -torch.inf)
-    if any(row.top_k > 0 or row.top_p < 1 for row in rows):
-        scaled = _keep_top(scaled, column([row.top_k or logits.shape[1] for row in rows]), column([row.top_p for row in rows]))
-    noise = uniforms([row.seed for row in rows], [row.position for row in rows], logits.shape[1], device)
-    return (scaled - noise.log().neg().log()).argmax(dim=-1)
+        scaled.masked_fill_(scaled.exp() < _column([row.min_p for row in rows], logits), -torch.inf)
+    token_ids = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+    filtered = [i for i, row in enumerate(rows) if row.top_k > 0 or row.top_p < 1]
+    free = [i for i, row in enumerate(rows) if not (row.top_k > 0 or row.top_p < 1)]
+    if filtered:
+        token_ids[filtered] = _draw_filtered(_pick(scaled, filtered), [rows[i] for i in filtered])
+    if free:
+        token_ids[free] = _draw_from_all(_pick(scaled, free), [rows[i] for i in free])
+    return token_ids
 
 
-def _keep_top(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """-inf for what is neither among the `top_k` best nor in the smallest set of them that holds `top_p`; ties go to the lower id."""
-    ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(scaled.shape[1], device=scaled.device)
-    ordered = ordered.masked_fill(rank >= top_k, -torch.inf)
-    probabilities = ordered.softmax(dim=-1)
-    before = probabilities.cumsum(dim=-1) - probabilities
-    ordered.masked_fill_((before >= top_p) & (rank > 0), -torch.inf)
-    return torch.empty_like(scaled).scatter_(1, order, ordered)
+def _draw_filtered(scaled: torch.Tensor, rows: Sequence[RowSampling]) -> torch.Tensor:
+    """Among the best few where those are sure to hold what top-k and top-p keep, else among all, sorted."""
+    vocab_size = scaled.shape[1]
+    values, ids = _best(scaled, min(_NUM_BEST, vocab_size))
+    top_k = torch.tensor([min(row.top_k or vocab_size, vocab_size) for row in rows], device=scaled.device).unsqueeze(1)
+    top_p = _column([row.top_p for row in rows], scaled)
+    # What top-p's share is a share of: all tokens, unless top-k has cut them.
+    total = scaled.exp().sum(dim=-1, keepdim=True)
+    kept, is_enough = _keep_top(values, top_k, top_p, total)
+    token_ids = ids.gather(1, _gumbel_max(kept, ids, rows)).squeeze(1)
+    if short := (~is_enough).nonzero().flatten().tolist():
+        few = [rows[i] for i in short]
+        ordered, order = scaled[short].sort(dim=-1, descending=True, stable=True)
+        ordered, _ = _keep_top(ordered, top_k[short], top_p[short], total[short])
+        token_ids[short] = _draw_from_all(torch.empty_like(ordered).scatter_(1, order, ordered), few)
+    return token_ids
 
 
-def uniforms(seeds: Sequence[int], positions: Sequence[int], vocab_size: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """float64 [R, V] in (0, 1), a hash of (seed, position, token): rounds of the SplitMix64 finaliser (Steele, Lea, Flood 2014)."""
-
-    def column(values: Sequence[int]) -> torch.Tensor:
-        return torch.tensor([_signed(value) for value in values], dtype=torch.int64, device=device).unsqueeze(1)
-
-    rows = _mix(_mix(column(seeds)) + column(positions))
-    mixed = _mix(rows + torch.arange(vocab_size, device=device) * _GOLDEN)
-    return (_shifted(mixed, 11).double() + 0.5) * 2.0**-53
-
-
-def _signed(value: int) -> int:
-    """The int64 with the same 64 bits: torch has no uint64 arithmetic, but two's complement wraps the same way."""
-    return (value + 2**63) % 2**64 - 2**63
+def _best(scaled: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `count` best of each row, best first, and their ids; equals in the order of their ids, whatever `topk` makes of them."""
+    columns = torch.arange(scaled.shape[1], device=scaled.device)
+    best = []
+    for part in scaled.split(2 if scaled.device.type == "cpu" else len(scaled)):  # on the CPU as much as stays in a core's cache
+        # No logit is above 0 here, and the bits of a float that isn't negative order as its value: distance, then id.
+        keys = part.abs().view(torch.int32).long().bitwise_left_shift_(32).add_(columns)
+        best.append(keys.topk(count, dim=-1, largest=False).values)
+    keys = torch.cat(best)
+    return -(keys >> 32).int().view(torch.float32), keys & 0xFFFFFFFF
 
 
-_GOLDEN, _FIRST, _SECOND = map(_signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+def _keep_top(ordered: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """-inf for what is neither among the `top_k` best nor in the smallest set of them that holds `top_p`; best first in and out.
+
+    Also whether that is certain: bool [R], False where tokens that aren't here may belong to it.  `total` [R, 1] is the sum of all
+    exponentials.
+    """
+    rank = torch.arange(ordered.shape[1], device=ordered.device)
+    shares = ordered.exp().masked_fill(rank >= top_k, 0).cumsum(dim=-1, dtype=torch.float64)
+    is_cut = top_k <= ordered.shape[1]
+    wanted = torch.where(top_p < 1, top_p * torch.where(is_cut, shares[:, -1:], total), torch.inf)
+    before = shares.roll(1, dims=-1)
+    before[:, 0] = -1  # the best always stays
+    kept = ordered.masked_fill((before >= wanted) | (rank >= top_k), -torch.inf)
+    return kept, (is_cut | (shares[:, -1:] >= wanted)).squeeze(1)
 
 
-def _mix(value: torch.Tensor) -> torch.Tensor:
-    value = value + _GOLDEN
-    value = (value ^ _shifted(value, 30)) * _FIRST
-    value = (value ^ _shifted(value, 27)) * _SECOND
-    return value ^ _shifted(value, 31)
+def _draw_from_all(scaled: torch.Tensor, rows: Sequence[RowSampling]) -> torch.Tensor:
+    """First a chunk of neighbours by the sum of their shares, then a token of it: as one draw over all, at a fraction of the noise."""
+    num_rows, vocab_size = scaled.shape
+    width = min(_CHUNK, vocab_size)
+    num_chunks = -(-vocab_size // width)
+    shares = scaled.new_zeros(num_rows, num_chunks * width)
+    torch.exp(scaled, out=shares[:, :vocab_size])
+    shares = shares.view(num_rows, num_chunks, width)
+    # Numbers of chunks begin where those of tokens end.
+    chunk_ids = torch.arange(num_chunks * width, num_chunks * (width + 1), device=scaled.device)
+    chunks = _gumbel_max(shares.sum(dim=-1).log(), chunk_ids, rows)
+    members = shares.gather(1, chunks.unsqueeze(2).expand(-1, -1, width)).squeeze(1)
+    token_ids = chunks * width + torch.arange(width, device=scaled.device)
+    return token_ids.gather(1, _gumbel_max(members.log(), token_ids, rows)).squeeze(1)
 
 
-def _shifted(value: torch.Tensor, bits: int) -> torch.Tensor:
-    """Right, filling with zeros."""
-    return (value >> bits) & (2 ** (64 - bits) - 1)
+def _gumbel_max(scores: torch.Tensor, ids: torch.Tensor, rows: Sequence[RowSampling]) -> torch.Tensor:
+    """int64 [R, 1], the column of each row's maximum with noise; the noise of an id is a function of (seed, position, id)."""
+    noise = uniforms([row.seed for row in rows], [row.position for row in rows], ids)
+    return (scores.double() - noise.log().neg().log()).argmax(dim=-1, keepdim=True)
+
+
+def _column(values: list[float], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(values, dtype=like.dtype, device=like.device).unsqueeze(1)
+
+
+def _pick(tensor: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    return tensor if len(rows) == len(tensor) else tensor[rows]
