@@ -4,7 +4,7 @@ Five floors; imports go down only.
 
     doors        __main__  cli/  gateway/
     engine       engine  sync_engine  active_request  decoder_group  replica  supervisor  media_service
-                 tokenizer  token_fuser  modality_router  model_router  token_stream  readiness  ledger  spool
+                 tokenizer  chat_template  token_fuser  modality_router  model_router  token_stream  readiness  ledger  spool
     departments  scheduler/  encoders/           (they never import each other)
     memory       paged_kv/
     vocabulary   errors  config  composition  media  request  plan  shared_buffer  transport  child_process  metrics

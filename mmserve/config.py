@@ -6,6 +6,8 @@ A field `max_num_seqs` is the flag `--max-num-seqs` and the key `max-num-seqs`. 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib.metadata
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -15,6 +17,9 @@ from typing import Any
 
 from mmserve.errors import MmserveError
 from mmserve.media import MediaLimits
+
+FLASH_BLOCK_SIZE = 256  # what flash-attn 2 reads by one table look-up
+TORCH_BLOCK_SIZE = 16  # the stride of the prefix cache's hashes: the least waste
 
 
 class ConfigError(MmserveError):
@@ -27,8 +32,11 @@ def option(default: Any, help: str, *, choices: tuple[str, ...] | None = None) -
 
 @dataclass(frozen=True)
 class ModelConfig:
-    model: Path | None = option(None, "model directory with a composition.toml; the bundled mmserve-tiny by default")
-    served_model_name: str | None = option(None, "name in /v1/models; the composition's own by default")
+    model: Path | None = option(None, "model directory of any supported format; the bundled mmserve-tiny by default")
+    small: Path | None = option(None, "model directory of the small decoder and its encoders")
+    large: Path | None = option(None, "model directory of the large decoder and its encoders")
+    chat_template: Path | None = option(None, "Jinja file that goes before the model's own chat template")
+    served_model_name: str | None = option(None, "name in /v1/models; the model's own by default")
     device: str = option("auto", "where workers run", choices=("auto", "cpu", "cuda"))
     dtype: str = option("auto", "weights and KV cache", choices=("auto", "float32", "bfloat16", "float16"))
     seed: int = option(0, "default sampling seed for requests that give none is drawn from this")
@@ -44,7 +52,7 @@ class SchedulerConfig:
     max_model_len: int | None = option(None, "tokens of prompt and answer together; the model's own limit by default")
     max_num_seqs: int = option(128, "sequences in one step")
     max_num_batched_tokens: int = option(1024, "tokens in one step: prefill is cut into chunks of at most this")
-    block_size: int = option(16, "tokens in a physical KV block: 16 on the CPU, 256 for flash-attn", choices=None)
+    block_size: int = option(0, "tokens in a physical KV block; 0: what the attention takes, 256 with flash-attn and 16 without")
     kv_cache_memory_bytes: int = option(512 * 2**20, "KV cache on the CPU, per decoder worker")
     gpu_memory_utilization: float = option(0.9, "share of a GPU's memory for weights, activations and KV cache")
     enable_prefix_caching: bool = option(True, "share the KV blocks of equal prefixes")
@@ -142,6 +150,29 @@ def parse_devices(text: str) -> tuple[int, ...]:
     if not devices or len(set(devices)) != len(devices):
         raise ConfigError(f"devices must be distinct and at least one, got {text!r}")
     return tuple(devices)
+
+
+def kv_block_size(wanted: int, device: str, dtype: str) -> int:
+    """Tokens in a physical KV block: `wanted`, or for 0 what attention on this device takes.  Raises ConfigError.
+
+    Main keeps the books of blocks and never loads torch, so it asks here and not the backend.
+    """
+    uses_flash = device.startswith("cuda") and dtype in ("float16", "bfloat16") and has_flash_attn()
+    unit = FLASH_BLOCK_SIZE if uses_flash else TORCH_BLOCK_SIZE
+    if wanted < 0 or wanted % unit:
+        reader = "flash-attn" if uses_flash else "the prefix cache"
+        raise ConfigError(f"block-size must be a multiple of {unit} for {reader}, got {wanted}", param="block-size")
+    return wanted or unit
+
+
+@functools.cache
+def has_flash_attn() -> bool:
+    """Whether the distribution is installed, without importing it."""
+    try:
+        importlib.metadata.distribution("flash-attn")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _convert(flag: Flag, value: Any) -> Any:

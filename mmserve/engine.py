@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Self
 
 from mmserve.active_request import ActiveRequest, new_choice, record_timings, take_token
-from mmserve.composition import BUNDLED, load_composition
-from mmserve.config import Config, ConfigError
+from mmserve.composition import load_composition
+from mmserve.config import Config, ConfigError, kv_block_size
 from mmserve.decoder_group import DecoderGroup
 from mmserve.encoders.embedding_cache import CacheEvent
 from mmserve.errors import MmserveError, Overloaded
@@ -37,7 +37,7 @@ from mmserve.scheduler.sequence import Sequence
 from mmserve.shared_buffer import SharedBuffer
 from mmserve.token_fuser import FusedPrompt, fuse
 from mmserve.token_stream import Generation
-from mmserve.tokenizer import Tokenizer
+from mmserve.tokenizer import load_tokenizers
 
 log = logging.getLogger(__name__)
 
@@ -51,11 +51,12 @@ class AsyncEngine:
     def __init__(self, config: Config | None = None, *, metrics: Metrics | None = None) -> None:
         self.config = config or Config()
         self.metrics = metrics or Metrics()
-        self.composition = load_composition(self.config.model.model or BUNDLED)
+        model = self.config.model
+        self.composition = load_composition(model.model, small=model.small, large=model.large, chat_template=model.chat_template)
         self.limits: MediaLimits = self.config.limits
         lengths = [decoder.max_model_len for decoder in self.composition.decoders.values()]
         self.max_model_len = min([*lengths, self.config.scheduler.max_model_len or max(lengths)])
-        self.tokenizer = Tokenizer(self.composition)
+        self.tokenizers = load_tokenizers(self.composition)
         self.data_dir = self.config.storage.data_dir or Path.home() / ".cache" / "mmserve"
         self._seeds = random.Random(self.config.model.seed)
         self._seq_ids = itertools.count(1)
@@ -138,8 +139,8 @@ class AsyncEngine:
         kinds = {"text": (), "image": (MediaKind.IMAGE,), "audio": (MediaKind.AUDIO,), "all": tuple(self._media.pools)}[route]
         return all(kind in self._media.pools and self._media.alive(kind) for kind in kinds)
 
-    def token_text(self, token_id: int) -> str:
-        return self.tokenizer.token_text(token_id)
+    def token_text(self, token_id: int, model: str) -> str:
+        return self.tokenizers[model].token_text(token_id)
 
     async def submit(self, request: ChatRequest) -> Generation:
         """Returns once the request is admitted: counted, within every limit, queued.  Raises MmserveError when refused."""
@@ -167,14 +168,15 @@ class AsyncEngine:
             request.model,
             served_name=self.config.model.served_model_name or self.composition.name,
             available=self._groups.keys(),
+            capable=self.composition.decoders_taking(routed.pools),
             num_media=len(request.media),
             num_characters=num_characters,
         )
         media = await self._prepare(request, choice.model)
         if num_characters > LONG_TEXT:
-            pieces = await asyncio.to_thread(self.tokenizer.pieces, request)
+            pieces = await asyncio.to_thread(self.tokenizers[choice.model].pieces, request)
         else:
-            pieces = self.tokenizer.pieces(request)
+            pieces = self.tokenizers[choice.model].pieces(request)
         fused = fuse(pieces, {id(item.item): item for item in media})
         max_total_tokens = self._groups[choice.model].check(len(fused.token_ids), request.sampling.max_tokens, request.sampling.n)
         num_bytes = self._media.num_bytes(media, choice.model)
@@ -235,7 +237,7 @@ class AsyncEngine:
                     arrival_s=arrival_s,
                     salt=request.cache_salt.encode(),
                 ),
-                self.tokenizer,
+                self.tokenizers[choice.model],
             )
             for index in range(sampling.n)
         )
@@ -377,20 +379,22 @@ class AsyncEngine:
             self.metrics.event_loop_lag_seconds.observe(max(0.0, time.monotonic() - due))
 
     def _make_group(self, name: str, devices: tuple[str, ...], dtype: str, num_threads: int, buffer: SharedBuffer) -> DecoderGroup:
-        scheduler = self.config.scheduler
+        scheduler, decoder = self.config.scheduler, self.composition.decoders[name]
         specs = tuple(
             DecoderWorkerSpec(
                 name=name,
-                directory=self.composition.decoders[name].directory,
+                directory=decoder.weights.path,
                 device=device,
                 dtype=dtype,
                 num_threads=num_threads,
-                block_size=scheduler.block_size,
+                block_size=kv_block_size(scheduler.block_size, device, dtype),
                 max_model_len=self.max_model_len,
                 max_num_seqs=scheduler.max_num_seqs,
                 max_num_batched_tokens=scheduler.max_num_batched_tokens,
                 kv_cache_memory_bytes=scheduler.kv_cache_memory_bytes,
                 gpu_memory_utilization=scheduler.gpu_memory_utilization,
+                config=decoder.config,
+                names=decoder.weights.names,
             )
             for device in devices
         )

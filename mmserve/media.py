@@ -29,6 +29,12 @@ class ImageHeader:
     format: str  # jpeg, png, gif or webp
     width: int  # pixels, as stored: before EXIF orientation
     height: int
+    orientation: int = 1  # EXIF's number; 5 to 8 lie on their side
+
+    @property
+    def upright_size(self) -> tuple[int, int]:
+        """Width and height as the picture is meant to be seen."""
+        return (self.height, self.width) if self.orientation >= 5 else (self.width, self.height)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +106,11 @@ class PreparedMedia:
     header: ImageHeader | AudioHeader
     windows: tuple[MediaWindow, ...]
     num_samples: int = 0  # audio: length of the clip at the encoder's rate
+
+    @property
+    def picture_size(self) -> tuple[int, int] | None:
+        """Width and height of the upright picture; None for a clip."""
+        return self.header.upright_size if isinstance(self.header, ImageHeader) else None
 
     @property
     def num_rows(self) -> int:

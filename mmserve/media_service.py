@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -23,7 +24,7 @@ from mmserve.media import AudioHeader, ImageHeader, MediaItem, MediaKind, MediaW
 from mmserve.metrics import Metrics
 from mmserve.plan import EncodePlan, EncodeResult, EncoderReady, EncoderWorkerSpec
 from mmserve.shared_buffer import ITEM_SIZE, SharedBuffer
-from mmserve.supervisor import Supervisor, Worker
+from mmserve.supervisor import Supervisor, Worker, alone
 
 ENCODE_TIMEOUT_S = 120.0  # a full batch of 48 pictures on a busy laptop
 SMALL_BYTES = 64 * 1024  # hashed on the loop: well under a millisecond
@@ -154,19 +155,20 @@ class MediaService:
             await self.decode.start()
             stack.push_async_callback(self.decode.close)
             self.pools: dict[MediaKind, EncoderPool] = {}
-            for kind, spec in ((MediaKind.IMAGE, self._composition.vision), (MediaKind.AUDIO, self._composition.audio)):
-                if spec is None:
+            for kind in MediaKind:
+                specs = self._composition.encoders(kind)
+                if not specs:
                     continue
                 clients = []
                 for i, device in enumerate(devices[kind]):
-                    worker_spec = EncoderWorkerSpec(kind, spec, device, self._rows_dtype, num_threads, max_batch)
+                    worker_spec = EncoderWorkerSpec(kind, specs, device, self._rows_dtype, num_threads, max_batch)
                     client = SupervisedEncoder()
                     role = f"{kind.value}-encoder-{i}"
                     self.supervisors.append(
                         Supervisor(
                             role,
                             "mmserve.worker.main:run_encoder",
-                            (worker_spec, buffer.memory),
+                            alone(worker_spec, buffer.memory),
                             client.serve,
                             on_restart=self._on_restart,
                         )
@@ -186,10 +188,10 @@ class MediaService:
         """Digest, header, counts; nothing is decoded.  Raises the error of whatever limit the item breaks."""
         content = content_digest(item.data) if len(item.data) <= SMALL_BYTES else await asyncio.to_thread(content_digest, item.data)
         if item.kind is MediaKind.IMAGE:
-            vision = self._composition.require_vision(item.param)
+            vision = self._composition.vision_of(decoder, item.param)
             header = read_header(item.data, self._config.limits, item.param)
-            return PreparedMedia(item, content, header, vision.windows(content, decoder, detail=item.detail, salt=salt))
-        audio = self._composition.require_audio(item.param)
+            return PreparedMedia(item, content, header, vision.windows(content, decoder, header, detail=item.detail, salt=salt))
+        audio = self._composition.audio_of(decoder, item.param)
         clip = self._clip_headers.get(content)
         if clip is None:
             clip = await self.decode.probe_audio(item)  # decodes all of it, to count
@@ -209,16 +211,15 @@ class MediaService:
     def num_bytes(self, media: tuple[PreparedMedia, ...], decoder: str) -> int:
         """Shared memory a request may need: features and rows of every window.  Raises TooLarge when it never fits."""
         row_bytes = self._composition.decoders[decoder].hidden_size * ITEM_SIZE[self._rows_dtype]
-        total = sum(item.num_rows * row_bytes + self._feature_bytes(item) for item in media)
+        total = sum(item.num_rows * row_bytes + self._feature_bytes(item, decoder) for item in media)
         if total > self.room.num_bytes:
             raise TooLarge(f"media of one request may take {self.room.num_bytes} bytes of memory, these take {total}", param="messages")
         return total
 
-    def _feature_bytes(self, item: PreparedMedia) -> int:
-        if item.item.kind is MediaKind.AUDIO:
+    def _feature_bytes(self, item: PreparedMedia, decoder: str) -> int:
+        if item.picture_size is None:
             return 4 * item.num_samples
-        size = self._composition.require_vision(None).image_size
-        return 3 * size * size
+        return math.prod(self._composition.vision_of(decoder).fit.feature_shape(*item.picture_size))
 
     def acquire(self, window: MediaWindow) -> bool:
         """Pin rows that are in memory already for the caller."""

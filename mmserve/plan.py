@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from mmserve.composition import AudioSpec, VisionSpec
+from mmserve.composition import AS_WRITTEN, EncoderSpec, WeightNames
 from mmserve.media import MediaKind
 from mmserve.shared_buffer import BufferSlice
 
@@ -116,6 +116,8 @@ class DecoderWorkerSpec:
     max_num_batched_tokens: int
     kv_cache_memory_bytes: int  # CPU; on CUDA what gpu_memory_utilization leaves
     gpu_memory_utilization: float
+    config: Mapping[str, Any] | None = None  # the decoder's own, complete; None: the directory's config.json
+    names: WeightNames = AS_WRITTEN  # name of a tensor in the files -> Llama's name, None for another part's
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,7 @@ class EncoderWorkerSpec:
     """What an encoder worker is started with.  It maps the shared buffer, too."""
 
     kind: MediaKind
-    spec: VisionSpec | AudioSpec
+    specs: Mapping[str, EncoderSpec]  # by decoder; decoders with one and the same spec share a tower
     device: str
     dtype: str  # of the rows it writes, the decoder's dtype
     num_threads: int
@@ -143,10 +145,11 @@ class DecoderReady:
 
 @dataclass(frozen=True, slots=True)
 class EncodeItem:
-    """One window.  `features` holds uint8 RGB [tiles, side, side, 3] or float32 mono samples [n], written by a decode process."""
+    """One window.  `features` holds uint8 RGB [tiles, height, width, 3] or float32 mono samples [n], written by a decode process."""
 
     features: BufferSlice
     rows: BufferSlice  # [num_rows, H] to be written
+    picture_size: tuple[int, int] | None = None  # width and height of the upright picture, before it was cut into tiles
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,17 +15,19 @@ from mmserve.request import ChatRequest, Message, Part, SamplingParams
 
 def proof_requests(composition: Composition) -> list[ChatRequest]:
     """Salted, so that no cache of an earlier life can answer in a worker's place."""
-    parts: list[Part] = ["hello"]
-    if composition.vision is not None:
-        parts.append(MediaItem(MediaKind.IMAGE, _picture()))
-    if composition.audio is not None:
-        parts.append(MediaItem(MediaKind.AUDIO, _clip()))
     salt = secrets.token_hex(8)
     sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
-    return [
-        ChatRequest((Message("user", tuple(parts)),), sampling, model=name, cache_salt=salt, tenant="readiness")
-        for name in composition.decoders
-    ]
+    requests = []
+    for name, decoder in composition.decoders.items():
+        parts: list[Part] = ["hello"]
+        if name in composition.vision:
+            parts.append(MediaItem(MediaKind.IMAGE, _picture()))
+        if name in composition.audio:
+            parts.append(MediaItem(MediaKind.AUDIO, _clip()))
+        message = Message("user", tuple(parts))
+        raw = decoder.prompt.chat_template is None
+        requests.append(ChatRequest((message,), sampling, model=name, cache_salt=salt, tenant="readiness", raw_prompt=raw))
+    return requests
 
 
 def _picture() -> bytes:

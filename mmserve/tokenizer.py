@@ -1,49 +1,52 @@
-"""Chat template and token ids, there and back.
+"""Prompts to token ids and back.
 
-What a user typed is never read as structure: it isn't in the text that the template renders (marks stand for it), and it is encoded with
-special tokens off.
+What a user typed is never read as structure: it is encoded in one go with the template's own text, as whatever comes before a word
+decides about its tokens, but with special tokens off; where the template wrote one, a stand-in that nobody can guess takes its place.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+import secrets
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from jinja2 import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as _Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from mmserve.composition import Composition
+from mmserve.chat_template import MARK, ChatTemplate, Rendered
+from mmserve.composition import Composition, PromptFormat
 from mmserve.errors import BadRequest
 from mmserve.media import MediaItem, MediaKind
-from mmserve.request import ChatRequest, Message
+from mmserve.request import ChatRequest
 
 Piece = list[int] | MediaItem
 """Part of a tokenized prompt: ids, or a media item whose rows stand there."""
 
-_MARK = re.compile("\ue000([0-9]+)\ue001")  # stands for the user's text number n while the template runs
+Placeholders = Mapping[str, tuple[MediaKind, tuple[str, str]]]
+"""What the template writes where an item stands -> its kind, and what is left of it before and after the rows."""
+
 _MAX_PENDING = 16  # ids without a whole character, after which they are shown as they are
 
 
 class Tokenizer:
-    """Thread-safe for reading; one per engine."""
+    """One per decoder; decoders with the same prompts share it.  Thread-safe for reading."""
 
-    def __init__(self, composition: Composition) -> None:
-        self._tokenizer = _load(composition.tokenizer_file)
-        self._plain = _load(composition.tokenizer_file)
-        self._plain.encode_special_tokens = True  # "<|end|>" typed by a user is text
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = _raise_exception
-        self._template = environment.from_string(composition.chat_template)
-        self._special_ids = {
-            token.content: token_id for token_id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
-        }
-        specs = {MediaKind.IMAGE: composition.vision, MediaKind.AUDIO: composition.audio}
-        self._around = {spec.placeholder: (kind, spec.around) for kind, spec in specs.items() if spec is not None}
-        structure = sorted([*self._around, *self._special_ids], key=len, reverse=True)
-        self._structure = re.compile("|".join(["\ue000[0-9]+\ue001", *map(re.escape, structure)]))
+    def __init__(self, prompt: PromptFormat, placeholders: Placeholders) -> None:
+        """Raises BadModel when the chat template is damaged."""
+        self.prompt = prompt
+        self.placeholders = placeholders
+        self._tokenizer = _Tokenizer.from_file(str(prompt.tokenizer_file))
+        self._plain = _load_plain(prompt.tokenizer_file, placeholders)
+        self._template = None if prompt.chat_template is None else ChatTemplate(prompt.chat_template, prompt.special_tokens)
+        self._bos_ids = self._find_bos()
+        self._stand_ins: dict[str, str] = {}  # special token or placeholder -> what stands for it while a prompt is encoded
+        self._meaning: dict[int, int | MediaKind] = {}  # id of a stand-in -> the special token's id, or the kind of media
+        self._add_stand_ins()
+        structure = sorted(self._stand_ins, key=len, reverse=True)
+        self._structure = re.compile("|".join([MARK.pattern, *map(re.escape, structure)]))
 
     @property
     def vocab_size(self) -> int:
@@ -59,65 +62,106 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
-    def pieces(self, request: ChatRequest) -> list[Piece]:
-        """The request's prompt in order.  Raises BadRequest when the model's template refuses the messages."""
-        if request.raw_prompt:
-            return [self.encode("".join(part for part in request.messages[0].parts if isinstance(part, str)))]
-        texts: list[str] = []
-        media: dict[MediaKind, list[MediaItem]] = {kind: [] for kind in MediaKind}
-        messages = [_template_message(message, texts, media) for message in request.messages]
-        try:
-            rendered = self._template.render(messages=messages, add_generation_prompt=True)
-        except TemplateError as error:
-            raise BadRequest(f"the model's chat template refused the messages: {error}", param="messages") from error
-        return self._split(rendered, texts, media)
-
-    def _split(self, rendered: str, texts: list[str], media: dict[MediaKind, list[MediaItem]]) -> list[Piece]:
-        pieces: list[Piece] = [[]]
-        waiting = {kind: iter(items) for kind, items in media.items()}
-        plain = ""  # the template's own words and the user's, encoded together when structure ends them
-
-        def add(ids: list[int]) -> None:
-            if not isinstance(pieces[-1], list):
-                pieces.append([])
-            last = pieces[-1]
-            assert isinstance(last, list)
-            last.extend(ids)
-
-        def flush() -> None:
-            nonlocal plain
-            if plain:
-                add(self.encode(plain))
-                plain = ""
-
-        position = 0
-        for match in self._structure.finditer(rendered):
-            plain += rendered[position : match.start()]
-            position = match.end()
-            token = match.group()
-            if mark := _MARK.fullmatch(token):
-                plain += texts[int(mark[1])]
-                continue
-            flush()
-            if token in self._around:
-                kind, (before, after) = self._around[token]
-                add(self._structure_ids(before))
-                pieces.append(next(waiting[kind]))
-                add(self._structure_ids(after))
-            else:
-                add([self._special_ids[token]])
-        plain += rendered[position:]
-        flush()
-        placed = sum(not isinstance(piece, list) for piece in pieces)
-        if placed != sum(map(len, media.values())):
-            raise BadRequest("the model's chat template leaves media out", param="messages")
-        return [piece for piece in pieces if piece != []]
-
-    def _structure_ids(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids) if text else []
-
     def detokenizer(self, prompt_tail: Sequence[int]) -> Detokenizer:
         return Detokenizer(self._tokenizer, prompt_tail)
+
+    def pieces(self, request: ChatRequest) -> list[Piece]:
+        """The request's prompt in order.  Raises BadRequest when the model has no chat template, or one that refuses the messages."""
+        if request.raw_prompt:
+            return [self._bos_ids + self.encode("".join(part for part in request.messages[0].parts if isinstance(part, str)))]
+        if self._template is None:
+            raise BadRequest("this model has no chat template: it takes /v1/completions only", param="messages", code="no_chat_template")
+        rendered = self._template.render(request.messages)
+        pieces = self._split(rendered)
+        bos = self.prompt.special_tokens.get("bos_token")
+        if self.prompt.adds_bos_to_chats and not (bos and rendered.text.startswith(bos)):
+            pieces = [*self._bos_ids, *pieces]
+        return _joined(pieces)
+
+    def _split(self, rendered: Rendered) -> list[int | MediaItem]:
+        """Ids and items one by one."""
+        waiting = {kind: iter(items) for kind, items in rendered.media.items()}
+        pieces: list[int | MediaItem] = []
+        for token_id in self._plain.encode(self._dress(rendered.text, rendered.texts), add_special_tokens=False).ids:
+            meaning = self._meaning.get(token_id, token_id)
+            piece = next(waiting[meaning], None) if isinstance(meaning, MediaKind) else meaning
+            if piece is None:
+                raise BadRequest("the model's chat template shows media more than once", param="messages")
+            pieces.append(piece)
+        if any(next(left, None) is not None for left in waiting.values()):
+            raise BadRequest("the model's chat template leaves media out", param="messages")
+        return pieces
+
+    def _dress(self, text: str, texts: Sequence[str]) -> str:
+        """What is encoded: stand-ins where the template wrote structure, and the user's words where their marks are."""
+
+        def replace(match: re.Match[str]) -> str:
+            token = match.group()
+            if mark := MARK.fullmatch(token):
+                return texts[int(mark[1])]
+            if token not in self.placeholders:
+                return self._stand_ins[token]
+            _, (before, after) = self.placeholders[token]
+            return self._dress(before, ()) + self._stand_ins[token] + self._dress(after, ())
+
+        return self._structure.sub(replace, text)
+
+    def _add_stand_ins(self) -> None:
+        """For each special token and each placeholder one, that takes the white space beside it as the token itself does."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        meanings: dict[str, int | MediaKind] = {token.content: token_id for token_id, token in added.items() if token.special}
+        meanings |= {placeholder: kind for placeholder, (kind, _) in self.placeholders.items()}
+        ways = {token.content: (token.lstrip, token.rstrip, token.single_word) for token in added.values()}
+        nonce = secrets.token_hex(8)
+        for number, (text, meaning) in enumerate(meanings.items()):
+            stand_in = f"\ue002{nonce}.{number}\ue003"
+            lstrip, rstrip, single_word = ways.get(text, (False, False, False))
+            self._plain.add_tokens([AddedToken(stand_in, lstrip=lstrip, rstrip=rstrip, single_word=single_word, normalized=False)])
+            token_id = self._plain.token_to_id(stand_in)
+            assert token_id is not None
+            self._stand_ins[text] = stand_in
+            self._meaning[token_id] = meaning
+
+    def _find_bos(self) -> list[int]:
+        """What the tokenizer's post-processor puts before a prompt.  What it would put behind is left out: an answer comes there."""
+        plain = self._tokenizer.encode("a", add_special_tokens=False).ids
+        whole = self._tokenizer.encode("a", add_special_tokens=True).ids
+        starts = [start for start in range(len(whole)) if whole[start : start + len(plain)] == plain]
+        return list(whole[: starts[0]]) if starts else []
+
+
+def load_tokenizers(composition: Composition) -> dict[str, Tokenizer]:
+    """By decoder.  Raises BadModel."""
+    tokenizers: dict[str, Tokenizer] = {}
+    for name, decoder in composition.decoders.items():
+        specs = {kind: composition.encoders(kind).get(name) for kind in MediaKind}
+        placeholders = {spec.placeholder: (kind, spec.around) for kind, spec in specs.items() if spec is not None}
+        alike = [each for each in tokenizers.values() if (each.prompt, each.placeholders) == (decoder.prompt, placeholders)]
+        tokenizers[name] = alike[0] if alike else Tokenizer(decoder.prompt, placeholders)
+    return tokenizers
+
+
+def _load_plain(file: Path, placeholders: Placeholders) -> _Tokenizer:
+    """The tokenizer with special tokens off; a placeholder is one, whatever the file says, so that a typed one is ordinary text."""
+    data = json.loads(file.read_text(encoding="utf-8"))
+    for token in data.get("added_tokens", []):
+        token["special"] = token["special"] or token["content"] in placeholders
+    tokenizer = _Tokenizer.from_str(json.dumps(data))
+    tokenizer.encode_special_tokens = True  # "<|end|>" typed by a user is text
+    return tokenizer
+
+
+def _joined(pieces: Sequence[int | MediaItem]) -> list[Piece]:
+    """Neighbouring ids together."""
+    joined: list[Piece] = []
+    for piece in pieces:
+        if not isinstance(piece, int):
+            joined.append(piece)
+        elif joined and isinstance(joined[-1], list):
+            joined[-1].append(piece)
+        else:
+            joined.append([piece])
+    return joined
 
 
 class Detokenizer:
@@ -172,30 +216,3 @@ class StopChecker:
     def flush(self) -> str:
         held, self._held = self._held, ""
         return held
-
-
-def _template_message(message: Message, texts: list[str], media: dict[MediaKind, list[MediaItem]]) -> dict[str, object]:
-    """The message as templates know it, each text replaced by a mark and kept aside."""
-
-    def mark(text: str) -> str:
-        texts.append(text)
-        return f"\ue000{len(texts) - 1}\ue001"
-
-    if all(isinstance(part, str) for part in message.parts):
-        return {"role": message.role, "content": mark("".join(str(part) for part in message.parts))}
-    content: list[dict[str, str]] = []
-    for part in message.parts:
-        if isinstance(part, str):
-            content.append({"type": "text", "text": mark(part)})
-        else:
-            media[part.kind].append(part)
-            content.append({"type": part.kind.value})
-    return {"role": message.role, "content": content}
-
-
-def _load(file: Path) -> _Tokenizer:
-    return _Tokenizer.from_file(str(file))
-
-
-def _raise_exception(message: str) -> None:
-    raise TemplateError(message)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from mmserve.composition import Composition, DecoderSpec
+from mmserve.composition import Composition, DecoderSpec, PromptFormat, Weights
 from mmserve.errors import MmserveError, ModelNotFound
 from mmserve.ledger import Feedback
 from mmserve.media import MediaItem, MediaLimits
@@ -20,8 +20,9 @@ WORDS = ("It", " is", " a", " cat", ".")
 
 def fake_composition() -> Composition:
     config = {"vocab_size": 1000, "max_position_embeddings": 4096}
-    decoders = {name: DecoderSpec(name, Path("/nowhere"), config) for name in ("small", "large")}
-    return Composition("fake-tiny", Path("/nowhere"), Path("/nowhere"), "", decoders, None, None)
+    nowhere = Path("/nowhere")
+    prompt = PromptFormat(nowhere, "")
+    return Composition("fake-tiny", {name: DecoderSpec(name, Weights(nowhere), config, prompt) for name in ("small", "large")})
 
 
 @dataclass
@@ -94,7 +95,7 @@ class FakeEngine:
     def ready(self, route: str = "all") -> bool:
         return not self.not_ready if route == "all" else route not in self.not_ready
 
-    def token_text(self, token_id: int) -> str:
+    def token_text(self, token_id: int, model: str) -> str:
         return WORDS[token_id % len(WORDS)]
 
 

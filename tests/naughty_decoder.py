@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mmserve.composition.picture_fit import PictureFit
 from mmserve.encoders import decode_child, image
 from mmserve.media import MediaLimits
 from mmserve.shared_buffer import SharedMemory
@@ -21,7 +22,8 @@ def run(end: socket.socket, memory: SharedMemory, limits: MediaLimits) -> None:
     decode_child.run(end, memory, limits)
 
 
-def _decode(data: bytes, size: int, limits: MediaLimits | None = None) -> np.ndarray:
+def _decode(data: bytes, fit: PictureFit, limits: MediaLimits | None = None) -> np.ndarray:
+    shape = fit.feature_shape(1, 1)
     verb, _, argument = data.decode().partition(":")
     if verb == "hang":
         time.sleep(3600)
@@ -35,7 +37,7 @@ def _decode(data: bytes, size: int, limits: MediaLimits | None = None) -> np.nda
     elif verb == "bug":
         raise ZeroDivisionError("at 0x7f00dead in /secret/path")
     elif verb == "open":
-        return np.full((size, size, 3), _num_opened(argument), np.uint8)
+        return np.full(shape, _num_opened(argument), np.uint8)
     elif verb == "die once":
         flag = Path(argument)  # made by the test; taken by the first attempt
         if flag.exists():
@@ -45,7 +47,7 @@ def _decode(data: bytes, size: int, limits: MediaLimits | None = None) -> np.nda
         deadline = time.monotonic() + 20
         while not Path(argument).exists() and time.monotonic() < deadline:
             time.sleep(0.01)
-    return np.full((size, size, 3), 7, np.uint8)
+    return np.full(shape, 7, np.uint8)
 
 
 def _num_opened(directory: str) -> int:

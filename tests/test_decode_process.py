@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mmserve.composition.picture_fit import Stretch
 from mmserve.encoders import audio, image
 from mmserve.encoders.decode_process import DecodeProcesses
 from mmserve.errors import BadRequest, MmserveError, Overloaded, UndecodableMedia, UnsupportedMedia
@@ -24,6 +25,7 @@ from tests import media_corpus as corpus
 NAUGHTY = "tests.naughty_decoder:run"
 LIMITS = MediaLimits(decode_cpu_s=0.5, decode_wall_s=20.0)
 SIZE = 24
+FIT = Stretch(SIZE, 1)
 
 
 def picture(data: bytes, param: str = "here") -> MediaItem:
@@ -44,7 +46,7 @@ class Room:
 
     async def image(self, data: bytes, target: BufferSlice | None = None) -> np.ndarray:
         target = target or self.target
-        await self.decode.decode_image(picture(data), target)
+        await self.decode.decode_image(picture(data), target, FIT)
         return self.buffer.array(target)[0].copy()
 
 
@@ -62,7 +64,7 @@ async def running(limits: MediaLimits = LIMITS, *, target: str | None = None, co
 async def test_pixels_and_samples_arrive_in_the_shared_buffer() -> None:
     async with running() as room:
         data = corpus.save(corpus.scene(), "PNG")
-        assert (await room.image(data) == image.decode(data, SIZE)).all()
+        assert (await room.image(data) == image.decode(data, FIT)).all()
         clip = sound(corpus.wav(corpus.tone(44_100, 44_100), 44_100))
         assert await room.decode.probe_audio(clip) == AudioHeader("wav", 44_100, 1, 44_100)
         target = room.buffer.allocate((16_000,), "float32")
@@ -75,7 +77,7 @@ async def test_data_larger_than_one_message_arrives_whole() -> None:
         noise = np.random.default_rng(0).integers(0, 256, (700, 700, 3), np.uint8)
         data = corpus.save(corpus.Image.fromarray(noise), "PNG")
         assert len(data) > 4 * 256 * 2**10
-        assert (await room.image(data) == image.decode(data, SIZE)).all()
+        assert (await room.image(data) == image.decode(data, FIT)).all()
 
 
 async def test_a_refusal_comes_back_with_its_status_and_the_place_in_the_request() -> None:
@@ -132,7 +134,7 @@ async def test_the_limits_take_nothing_from_any_odd_file() -> None:
     async with running() as room:
         pictures = [*corpus.odd_pictures().values(), *(corpus.oriented(6, format) for format in ("JPEG", "PNG", "WEBP", "MPO"))]
         for data in pictures:
-            assert (await room.image(data) == image.decode(data, SIZE)).all()
+            assert (await room.image(data) == image.decode(data, FIT)).all()
         target = room.buffer.allocate((16_000,), "float32")
         for data, num_samples in corpus.odd_clips().values():
             part = BufferSlice(target.offset, (num_samples,), "float32")

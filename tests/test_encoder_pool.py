@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mmserve.composition import AudioSpec, Composition, DecoderSpec, VisionSpec
+from mmserve.composition import AudioSpec, Composition, DecoderSpec, PromptFormat, VisionSpec, Weights
+from mmserve.composition.picture_fit import PictureFit, Stretch
 from mmserve.encoders.disk_tier import DiskTier
 from mmserve.encoders.embedding_cache import EmbeddingCache
 from mmserve.encoders.encoder_pool import EncoderPool
@@ -25,17 +26,14 @@ SIDE, NUM_ROWS, WINDOW_SAMPLES = 8, 3, 1000
 HIDDEN = {"small": 4, "large": 6}
 OFFSET = {"small": 0.0, "large": 1000.0}
 NOWHERE = Path("nowhere")
+VISION = VisionSpec("clip", Weights(NOWHERE), {}, {}, "", ("", ""), fit=Stretch(SIDE, NUM_ROWS), feature_layers=(-1,))
+AUDIO = AudioSpec("whisper", Weights(NOWHERE), {}, {}, "", ("", ""), window_s=WINDOW_SAMPLES / 16_000, tokens_per_second=25)
 COMPOSITION = Composition(
     "fake",
-    NOWHERE,
-    NOWHERE,
-    "",
-    {name: DecoderSpec(name, NOWHERE, {"hidden_size": hidden}) for name, hidden in HIDDEN.items()},
-    VisionSpec(
-        NOWHERE, "clip", {}, "", ("", ""), image_size=SIDE, fit="stretch", tokens_per_item=NUM_ROWS, feature_layer=-1,
-    ),
-    AudioSpec(NOWHERE, "whisper", {}, "", ("", ""), window_s=WINDOW_SAMPLES / 16_000, tokens_per_second=25),
-)  # fmt: skip
+    {name: DecoderSpec(name, Weights(NOWHERE), {"hidden_size": hidden}, PromptFormat(NOWHERE, "")) for name, hidden in HIDDEN.items()},
+    dict.fromkeys(HIDDEN, VISION),
+    dict.fromkeys(HIDDEN, AUDIO),
+)
 
 
 def picture(value: int, decoder: str = "small", data: bytes | None = None, param: str = "here") -> PreparedMedia:
@@ -69,7 +67,7 @@ class FakeDecode:
         self.gate.set()
         self.num_calls = 0
 
-    async def decode_image(self, item: MediaItem, target: BufferSlice) -> None:
+    async def decode_image(self, item: MediaItem, target: BufferSlice, fit: PictureFit) -> None:
         self.num_calls += 1
         await self.gate.wait()
         if item.data.startswith(b"bad"):

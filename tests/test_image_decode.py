@@ -6,12 +6,19 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmserve.encoders.image import decode
+from mmserve.composition.picture_fit import Stretch
+from mmserve.encoders import image
 from mmserve.errors import TooLarge, UndecodableMedia, UnsupportedMedia
 from mmserve.media import MediaLimits
 from tests import media_corpus as corpus
 
 SIZE = 48
+
+
+def decode(data: bytes, size: int, limits: MediaLimits | None = None) -> np.ndarray:
+    """The one tile of a picture stretched to a square."""
+    (tile,) = image.decode(data, Stretch(size, 1), limits)
+    return tile
 
 
 def quarters(pixels: np.ndarray) -> list[tuple[int, ...]]:

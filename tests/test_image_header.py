@@ -39,7 +39,7 @@ def test_all_three_kinds_of_webp_are_measured() -> None:
 
 
 def test_dimensions_are_those_stored_before_orientation() -> None:
-    assert read_header(corpus.oriented(6, "JPEG"), LIMITS, None) == ImageHeader("jpeg", 64, 96)
+    assert read_header(corpus.oriented(6, "JPEG"), LIMITS, None) == ImageHeader("jpeg", 64, 96, orientation=6)
 
 
 @pytest.mark.parametrize(("data", "name"), corpus.OTHER_PICTURES.items(), ids=list(corpus.OTHER_PICTURES.values()))

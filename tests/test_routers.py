@@ -32,7 +32,7 @@ def test_more_items_than_allowed_are_refused_with_both_numbers(items):
 
 
 def choose(wanted, **load):
-    facts = {"num_media": 0, "num_characters": 10} | load
+    facts = {"capable": ("small", "large"), "num_media": 0, "num_characters": 10} | load
     return choose_model(wanted, served_name="tiny", available=("small", "large"), **facts)
 
 

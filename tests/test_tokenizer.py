@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -6,10 +8,10 @@ from mmserve.composition import BUNDLED, load_composition
 from mmserve.errors import BadRequest
 from mmserve.media import MediaItem, MediaKind
 from mmserve.request import ChatRequest, Message
-from mmserve.tokenizer import StopChecker, Tokenizer
+from mmserve.tokenizer import StopChecker, Tokenizer, load_tokenizers
 
 COMPOSITION = load_composition(BUNDLED)
-TOKENIZER = Tokenizer(COMPOSITION)
+TOKENIZER = load_tokenizers(COMPOSITION)["small"]
 PICTURE = MediaItem(MediaKind.IMAGE, b"a")
 OTHER_PICTURE = MediaItem(MediaKind.IMAGE, b"b")
 CLIP = MediaItem(MediaKind.AUDIO, b"c")
@@ -51,19 +53,15 @@ def test_neighbouring_texts_are_tokenized_as_one():
 
 
 def test_a_template_that_leaves_media_out_is_refused():
-    import dataclasses
-
-    mute = dataclasses.replace(COMPOSITION, chat_template="{% for m in messages %}{{ m.role }}{% endfor %}")
+    mute = dataclasses.replace(TOKENIZER.prompt, chat_template="{% for m in messages %}{{ m.role }}{% endfor %}")
     with pytest.raises(BadRequest, match="leaves media out"):
-        Tokenizer(mute).pieces(ChatRequest((Message("user", (PICTURE,)),)))
+        Tokenizer(mute, TOKENIZER.placeholders).pieces(ChatRequest((Message("user", (PICTURE,)),)))
 
 
 def test_a_template_cannot_reach_python():
-    import dataclasses
-
-    hostile = dataclasses.replace(COMPOSITION, chat_template="{{ messages.__class__.__mro__ }}")
+    hostile = dataclasses.replace(TOKENIZER.prompt, chat_template="{{ messages.__class__.__mro__ }}")
     with pytest.raises(BadRequest, match="chat template refused"):
-        Tokenizer(hostile).pieces(ChatRequest((Message("user", ("hi",)),)))
+        Tokenizer(hostile, TOKENIZER.placeholders).pieces(ChatRequest((Message("user", ("hi",)),)))
 
 
 @given(st.text(max_size=80))

@@ -16,7 +16,7 @@ from mmserve.child_process import start_child
 from mmserve.composition import BUNDLED, load_composition
 from mmserve.config import Config, ConfigError, flags, from_mapping, parse_devices
 from mmserve.errors import BadRequest, MmserveError, OutOfBuffer, Overloaded, WorkerDied
-from mmserve.media import MediaKind, window_key
+from mmserve.media import ImageHeader, MediaKind, window_key
 from mmserve.request import SamplingParams
 from mmserve.shared_buffer import SharedBuffer
 from mmserve.transport import Channel, WorkerChannel
@@ -131,7 +131,7 @@ def test_devices_are_lists_and_ranges():
 
 
 def test_windows_of_a_clip_cover_it_and_count_by_the_ceiling():
-    audio = load_composition(BUNDLED).require_audio(None)
+    audio = load_composition(BUNDLED).audio_of("small")
     for num_samples in [1, 639, 640, 641, *range(1, 240_000, 1371), 80_000, 80_001]:
         windows = audio.windows(b"x" * 32, "small", num_samples)
         assert [w.start for w in windows[1:]] == [w.stop for w in windows[:-1]]
@@ -154,9 +154,9 @@ def test_everything_that_shapes_rows_is_in_their_key():
 
 def test_rows_of_two_decoders_have_different_names():
     composition = load_composition(BUNDLED)
-    vision, audio = composition.require_vision(None), composition.require_audio(None)
+    vision, audio, header = composition.vision_of("small"), composition.audio_of("small"), ImageHeader("png", 1, 1)
     vision = dataclasses.replace(vision, projectors={"small": vision.projectors["small"], "large": audio.projectors["small"]})
-    assert vision.windows(b"c", "small")[0].key != vision.windows(b"c", "large")[0].key
+    assert vision.windows(b"c", "small", header)[0].key != vision.windows(b"c", "large", header)[0].key
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from mmserve.models.tower import TowerItem
 from mmserve.plan import EncodeItem, EncodePlan
-from mmserve.shared_buffer import BufferSlice, SharedBuffer
+from mmserve.shared_buffer import BufferSlice, SharedBuffer, SharedMemory
 from mmserve.worker.encoder_worker import EncoderRunner
 
 HIDDEN = 4
@@ -19,24 +20,23 @@ CPU = torch.device("cpu")
 class FakeTower:
     """Two rows an item, each the item's number (its first sample).  Runs out of memory above `capacity` items."""
 
-    decoders = ("small", "large")
-
     def __init__(self, capacity: int = 100) -> None:
         self.capacity = capacity
         self.batches: list[int] = []
         self.never_fits: float | None = None
 
-    def blank(self) -> torch.Tensor:
-        return torch.zeros(1)
+    def blank(self) -> TowerItem:
+        return TowerItem(torch.zeros(1), 2)
 
-    def num_rows(self, features: torch.Tensor) -> int:
-        return 2
-
-    def encode(self, items: Sequence[torch.Tensor], num_rows: Sequence[int], decoder: str) -> list[torch.Tensor]:
+    def encode(self, items: Sequence[TowerItem], decoder: str) -> list[torch.Tensor]:
         self.batches.append(len(items))
-        if len(items) > self.capacity or self.never_fits in [float(item[0]) for item in items]:
+        if len(items) > self.capacity or self.never_fits in [float(item.features[0]) for item in items]:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return [item[0].expand(2, HIDDEN) + (100 if decoder == "large" else 0) for item in items]
+        return [item.features[0].expand(2, HIDDEN) + (100 if decoder == "large" else 0) for item in items]
+
+
+def runner(tower: FakeTower, memory: SharedMemory, device: torch.device, max_batch: int) -> EncoderRunner:
+    return EncoderRunner({"small": tower, "large": tower}, memory, device, max_batch)
 
 
 @pytest.fixture
@@ -60,21 +60,21 @@ def first_numbers(buffer: SharedBuffer, made: Sequence[EncodeItem]) -> list[floa
 
 def test_rows_land_in_the_place_of_their_item(buffer: SharedBuffer) -> None:
     made = items(buffer, [5, 3, 8])
-    result = EncoderRunner(FakeTower(), buffer.memory, CPU, 48).run(EncodePlan(12, "large", made))
+    result = runner(FakeTower(), buffer.memory, CPU, 48).run(EncodePlan(12, "large", made))
     assert (result.plan_id, result.errors) == (12, (None, None, None))
     assert first_numbers(buffer, made) == [105, 103, 108]
 
 
 def test_a_plan_longer_than_the_largest_batch_is_cut(buffer: SharedBuffer) -> None:
     tower, made = FakeTower(), items(buffer, range(7))
-    assert EncoderRunner(tower, buffer.memory, CPU, 3).run(EncodePlan(1, "small", made)).errors == (None,) * 7
+    assert runner(tower, buffer.memory, CPU, 3).run(EncodePlan(1, "small", made)).errors == (None,) * 7
     assert tower.batches == [3, 3, 1]
     assert first_numbers(buffer, made) == [0, 1, 2, 3, 4, 5, 6]
 
 
 def test_a_batch_that_does_not_fit_is_halved_until_it_does(buffer: SharedBuffer) -> None:
     tower, made = FakeTower(capacity=3), items(buffer, range(12))
-    assert EncoderRunner(tower, buffer.memory, CPU, 48).run(EncodePlan(1, "small", made)).errors == (None,) * 12
+    assert runner(tower, buffer.memory, CPU, 48).run(EncodePlan(1, "small", made)).errors == (None,) * 12
     assert tower.batches == [12, 6, 3, 3, 6, 3, 3]
     assert first_numbers(buffer, made) == list(range(12))
 
@@ -82,7 +82,7 @@ def test_a_batch_that_does_not_fit_is_halved_until_it_does(buffer: SharedBuffer)
 def test_only_the_item_that_never_fits_is_out_of_memory(buffer: SharedBuffer) -> None:
     tower, made = FakeTower(), items(buffer, [1, 2, 3, 4, 5])
     tower.never_fits = 4.0
-    result = EncoderRunner(tower, buffer.memory, CPU, 48).run(EncodePlan(1, "small", made))
+    result = runner(tower, buffer.memory, CPU, 48).run(EncodePlan(1, "small", made))
     assert result.errors == (None, None, None, "out_of_memory", None)
     assert first_numbers(buffer, made) == [1, 2, 3, 7, 5]
 
@@ -90,32 +90,32 @@ def test_only_the_item_that_never_fits_is_out_of_memory(buffer: SharedBuffer) ->
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_rows_that_are_not_finite_are_an_error_of_their_item_and_are_not_written(buffer: SharedBuffer, bad: float) -> None:
     made = items(buffer, [1, bad, 3])
-    assert EncoderRunner(FakeTower(), buffer.memory, CPU, 48).run(EncodePlan(1, "small", made)).errors == (None, "encoder_nan", None)
+    assert runner(FakeTower(), buffer.memory, CPU, 48).run(EncodePlan(1, "small", made)).errors == (None, "encoder_nan", None)
     assert first_numbers(buffer, made) == [1, 7, 3]
 
 
 def test_rows_are_written_in_the_dtype_of_their_place(buffer: SharedBuffer) -> None:
     made = items(buffer, [1.5], dtype="bfloat16")
-    EncoderRunner(FakeTower(), buffer.memory, CPU, 48).run(EncodePlan(1, "small", made))
+    runner(FakeTower(), buffer.memory, CPU, 48).run(EncodePlan(1, "small", made))
     assert buffer.array(made[0].rows).tolist() == [[0x3FC0] * HIDDEN] * 2  # 1.5 in bfloat16
 
 
 def test_what_overflows_the_rows_dtype_is_not_finite(buffer: SharedBuffer) -> None:
     made = items(buffer, [1e9], dtype="float16")
-    assert EncoderRunner(FakeTower(), buffer.memory, CPU, 48).run(EncodePlan(1, "small", made)).errors == ("encoder_nan",)
+    assert runner(FakeTower(), buffer.memory, CPU, 48).run(EncodePlan(1, "small", made)).errors == ("encoder_nan",)
 
 
 def test_a_place_of_another_width_is_refused_loudly(buffer: SharedBuffer) -> None:
     made = items(buffer, [1])
     wrong = EncodeItem(made[0].features, BufferSlice(made[0].rows.offset, (2, HIDDEN // 2), "float32"))
     with pytest.raises(ValueError, match="rows of shape"):
-        EncoderRunner(FakeTower(), buffer.memory, CPU, 48).run(EncodePlan(1, "small", (wrong,)))
+        runner(FakeTower(), buffer.memory, CPU, 48).run(EncodePlan(1, "small", (wrong,)))
 
 
 def test_the_warm_up_runs_every_projector_and_refuses_what_is_not_finite(buffer: SharedBuffer) -> None:
     tower = FakeTower()
-    assert EncoderRunner(tower, buffer.memory, CPU, 48).warm_up() >= 0
+    assert runner(tower, buffer.memory, CPU, 48).warm_up() >= 0
     assert tower.batches == [1, 1]
-    tower.blank = lambda: torch.full((1,), np.nan)  # type: ignore[method-assign]
+    tower.blank = lambda: TowerItem(torch.full((1,), np.nan), 2)  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="warm-up"):
-        EncoderRunner(tower, buffer.memory, CPU, 48).warm_up()
+        runner(tower, buffer.memory, CPU, 48).warm_up()

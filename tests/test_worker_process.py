@@ -47,11 +47,10 @@ def buffer() -> SharedBuffer:
 
 
 def decoder_spec(composition: Composition) -> DecoderWorkerSpec:
-    return DecoderWorkerSpec("small", composition.directory / "small", "cpu", "float32", 1, 16, 2048, 8, 512, 2**20, 0.9)
+    return DecoderWorkerSpec("small", composition.decoders["small"].weights.path, "cpu", "float32", 1, 16, 2048, 8, 512, 2**20, 0.9)
 
 
 def test_a_picture_goes_through_an_encoder_and_a_decoder_process(composition: Composition, buffer: SharedBuffer) -> None:
-    assert composition.vision is not None
     encoder_spec = EncoderWorkerSpec(MediaKind.IMAGE, composition.vision, "cpu", "float32", 1, 48)
     encoder, encoder_end = start_child(ENCODER, (encoder_spec, buffer.memory), "encoder")
     decoder, decoder_end = start_child(DECODER, (decoder_spec(composition), buffer.memory), "decoder")

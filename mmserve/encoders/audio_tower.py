@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from transformers import WhisperFeatureExtractor
+from transformers import WhisperConfig, WhisperFeatureExtractor
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from mmserve.composition import AudioSpec
 from mmserve.models.adapters import Projector
+from mmserve.models.tower import TowerItem
 from mmserve.models.tower_weights import load_module
 from mmserve.models.weights import BadCheckpoint
 
@@ -22,10 +23,8 @@ class AudioTower:
     """One Whisper encoder with the projectors of all decoders."""
 
     def __init__(self, spec: AudioSpec, device: torch.device, dtype: torch.dtype) -> None:
-        if spec.format != "whisper":
-            raise BadCheckpoint(f"audio format must be whisper, got {spec.format!r}")
-        self._tower = load_module(WhisperEncoder, spec.directory, device, dtype)
-        config = self._tower.config
+        config = WhisperConfig.from_dict(dict(spec.config))
+        self._tower = load_module(WhisperEncoder, config, spec.weights, device, dtype)
         self._window = round(spec.window_s * spec.sample_rate)
         self._samples_per_row = spec.samples_per_token
         num_rows, remainder = divmod(self._window, self._samples_per_row)
@@ -38,30 +37,23 @@ class AudioTower:
         self._features = WhisperFeatureExtractor(feature_size=config.num_mel_bins, sampling_rate=spec.sample_rate)
         self._device = device
         self._dtype = dtype
-        self._projectors = {name: Projector(file, config.d_model, device, dtype) for name, file in spec.projectors.items()}
+        self._projectors = {name: Projector(weights, config.d_model, device, dtype) for name, weights in spec.projectors.items()}
 
-    @property
-    def decoders(self) -> tuple[str, ...]:
-        return tuple(self._projectors)
-
-    def blank(self) -> torch.Tensor:
-        """Features of a made-up item, for the warm-up."""
-        return torch.zeros(self._window)
-
-    def num_rows(self, features: torch.Tensor) -> int:
-        return -(-len(features) // self._samples_per_row)
+    def blank(self) -> TowerItem:
+        return TowerItem(torch.zeros(self._window), self._window // self._samples_per_row)
 
     @torch.inference_mode()
-    def encode(self, items: Sequence[torch.Tensor], num_rows: Sequence[int], decoder: str) -> list[torch.Tensor]:
+    def encode(self, items: Sequence[TowerItem], decoder: str) -> list[torch.Tensor]:
         """float32 samples [n] each, at most a window -> [num_rows, H] each, projected for `decoder`.
 
         Raises ValueError if an item would not give exactly the rows that were reserved for it.
         """
-        counts = [self.num_rows(item) for item in items]
-        if counts != list(num_rows) or any(len(item) > self._window for item in items):
-            raise ValueError(f"windows of {[len(item) for item in items]} samples for {list(num_rows)} rows reserved")
+        lengths = [len(item.features) for item in items]
+        counts = [-(-length // self._samples_per_row) for length in lengths]
+        if counts != [item.num_rows for item in items] or max(lengths) > self._window:
+            raise ValueError(f"windows of {lengths} samples for {[item.num_rows for item in items]} rows reserved")
         mels = self._features(
-            [item.numpy() for item in items],
+            [item.features.numpy() for item in items],
             sampling_rate=self._features.sampling_rate,
             max_length=self._window,
             return_tensors="pt",

@@ -10,11 +10,16 @@ import os
 import resource
 import socket
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from mmserve.composition.picture_fit import PictureFit
 from mmserve.errors import MmserveError, UndecodableMedia
 from mmserve.media import AudioHeader, MediaKind, MediaLimits
 from mmserve.shared_buffer import BufferSlice, SharedMemory
 from mmserve.transport import WorkerChannel
+
+if TYPE_CHECKING:
+    import numpy as np
 
 MAX_JOBS = 2_000  # then a fresh process: whatever a decoder leaks is bounded
 PIECE_BYTES = 256 * 2**10  # of a job's data in one message, so that main's loop never copies megabytes at a time
@@ -26,7 +31,8 @@ class DecodeJob:
 
     kind: MediaKind
     num_bytes: int
-    target: BufferSlice | None = None  # uint8 [..., side, side, 3], or float32 [n]
+    target: BufferSlice | None = None  # uint8 [tiles, height, width, 3], or float32 [n]
+    fit: PictureFit | None = None  # pictures
     sample_rate: int = 0  # audio: Hz wanted
     param: str | None = None
 
@@ -65,7 +71,7 @@ def run(end: socket.socket, memory: SharedMemory, limits: MediaLimits) -> None:
             elif job.kind is MediaKind.AUDIO:
                 memory.array(job.target)[...] = audio.decode(data, job.sample_rate, job.target.shape[0], limits)
             else:
-                memory.array(job.target)[...] = image.decode(data, job.target.shape[-2], limits)
+                _write_picture(memory, job, image.decode(data, _fit(job), limits))
         except MmserveError as refusal:
             error = type(refusal)(refusal.message, param=job.param, code=refusal.code)
         except MemoryError:
@@ -75,6 +81,19 @@ def run(end: socket.socket, memory: SharedMemory, limits: MediaLimits) -> None:
         channel.send(JobDone(error, header, last))
         if last:
             return
+
+
+def _fit(job: DecodeJob) -> PictureFit:
+    assert job.fit is not None, "a picture without a fit"
+    return job.fit
+
+
+def _write_picture(memory: SharedMemory, job: DecodeJob, pixels: np.ndarray) -> None:
+    """Never by broadcasting: a header that lied about the size would fill the target with copies."""
+    assert job.target is not None
+    if pixels.shape != job.target.shape:
+        raise UndecodableMedia("the image can't be decoded: its size is not what its header says")
+    memory.array(job.target)[...] = pixels
 
 
 def _receive(channel: WorkerChannel) -> tuple[DecodeJob, bytes]:

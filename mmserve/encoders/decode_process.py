@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 
 from mmserve.child_process import start_child
+from mmserve.composition.picture_fit import PictureFit
 from mmserve.encoders.decode_child import PIECE_BYTES, ChildReady, DecodeJob, JobDone
 from mmserve.encoders.to_the_end import to_the_end
 from mmserve.errors import MmserveError, Overloaded, UndecodableMedia, WorkerDied
@@ -145,13 +146,13 @@ class DecodeProcesses:
         assert reply.header is not None
         return reply.header
 
-    async def decode_image(self, item: MediaItem, target: BufferSlice) -> None:
-        """Write the picture into `target`, uint8 [..., side, side, 3].  Raises UndecodableMedia and its kin."""
-        await self._submit(DecodeJob(MediaKind.IMAGE, len(item.data), target, param=item.param), item.data)
+    async def decode_image(self, item: MediaItem, target: BufferSlice, fit: PictureFit) -> None:
+        """Write the picture into `target`, uint8 of the fit's feature shape.  Raises UndecodableMedia and its kin."""
+        await self._submit(DecodeJob(MediaKind.IMAGE, len(item.data), target, fit, param=item.param), item.data)
 
     async def decode_audio(self, item: MediaItem, target: BufferSlice, sample_rate: int = 16_000) -> None:
         """Write the clip into `target`, float32 [samples at `sample_rate`].  Raises UndecodableMedia and its kin."""
-        await self._submit(DecodeJob(MediaKind.AUDIO, len(item.data), target, sample_rate, item.param), item.data)
+        await self._submit(DecodeJob(MediaKind.AUDIO, len(item.data), target, sample_rate=sample_rate, param=item.param), item.data)
 
     async def _submit(self, job: DecodeJob, data: bytes) -> JobDone:
         if self._closed:

@@ -19,7 +19,6 @@ from mmserve.encoders.to_the_end import to_the_end
 from mmserve.errors import EncoderFailed, MmserveError, Overloaded, TooLarge, WorkerDied, WorkerLost
 from mmserve.metrics import Metrics
 from mmserve.plan import EncodeItem, EncodePlan, EncodeResult
-from mmserve.shared_buffer import BufferSlice
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +40,7 @@ class EncodeJob:
     """One window on its way through the queue.  Only the queue writes `aboard`, only its owner `wanted`."""
 
     decoder: str
-    features: BufferSlice
-    rows: BufferSlice
+    item: EncodeItem
     wanted: bool = True
     aboard: bool = False  # a worker may be writing the rows
     num_deaths: int = 0
@@ -139,7 +137,7 @@ class EncodeQueue:
 
     async def _run(self, client: EncoderClient, decoder: str, jobs: list[EncodeJob]) -> None:
         """One forward pass; every job lands, goes back into the queue, or fails alone."""
-        plan = EncodePlan(next(self._plan_ids), decoder, tuple(EncodeItem(job.features, job.rows) for job in jobs))
+        plan = EncodePlan(next(self._plan_ids), decoder, tuple(job.item for job in jobs))
         started_s = self._loop.time()
         try:
             result = await client.encode(plan)

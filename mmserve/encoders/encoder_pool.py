@@ -14,12 +14,14 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from mmserve.composition import Composition
+from mmserve.composition.picture_fit import PictureFit
 from mmserve.encoders.embedding_cache import EmbeddingCache
 from mmserve.encoders.encode_queue import EncodeJob, EncodeQueue, EncoderClient
 from mmserve.encoders.to_the_end import to_the_end
 from mmserve.errors import EncoderFailed, MmserveError, Overloaded
 from mmserve.media import MediaItem, MediaKind, MediaWindow, PreparedMedia
 from mmserve.metrics import Metrics
+from mmserve.plan import EncodeItem
 from mmserve.shared_buffer import BufferSlice, SharedBuffer
 
 log = logging.getLogger(__name__)
@@ -30,7 +32,7 @@ ROOM_TIMEOUT_S = 10.0  # waiting for space in the shared buffer before the calle
 class MediaDecoder(Protocol):
     """`decode_process.DecodeProcesses`, as far as a pool needs it."""
 
-    async def decode_image(self, item: MediaItem, target: BufferSlice) -> None: ...
+    async def decode_image(self, item: MediaItem, target: BufferSlice, fit: PictureFit) -> None: ...
 
     async def decode_audio(self, item: MediaItem, target: BufferSlice, sample_rate: int) -> None: ...
 
@@ -83,7 +85,7 @@ class EncoderPool:
         self._loop = asyncio.get_running_loop()
         self._flights: dict[bytes, _Flight] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # of flights, forgotten ones too
-        self._decodes: dict[bytes, _Decode] = {}  # by content
+        self._decodes: dict[tuple[bytes, PictureFit | int], _Decode] = {}  # by content and by what decoding is asked for
         self._queue = EncodeQueue(kind.value, clients, composition.decoders, metrics, window_s=window_s, max_batch=max_batch)
 
     def acquire(self, window: MediaWindow) -> bool:
@@ -194,8 +196,8 @@ class EncoderPool:
         try:
             left_s = await to_the_end(cache.load(window, rows))
             if left_s is None:
-                async with self._features(flight.media, window) as features:
-                    flight.job = EncodeJob(flight.decoder, features, rows)
+                async with self._features(flight.media, window, flight.decoder) as features:
+                    flight.job = EncodeJob(flight.decoder, EncodeItem(features, rows, flight.media.picture_size))
                     await self._queue.encode(flight.job)
         except BaseException:
             cache.release(rows)
@@ -206,11 +208,13 @@ class EncoderPool:
             cache.save(window)
 
     @asynccontextmanager
-    async def _features(self, media: PreparedMedia, window: MediaWindow) -> AsyncIterator[BufferSlice]:
+    async def _features(self, media: PreparedMedia, window: MediaWindow, decoder: str) -> AsyncIterator[BufferSlice]:
         """Pixels of the picture, or the window's samples.  An item is decoded once, however many windows of it are on their way."""
-        shared = self._decodes.get(media.content)
+        wanted = self._wanted(decoder)
+        shared = self._decodes.get((media.content, wanted))
         if shared is None:
-            shared = self._decodes[media.content] = _Decode(asyncio.create_task(self._decode(media), name="decode-media"))
+            shared = _Decode(asyncio.create_task(self._decode(media, wanted), name="decode-media"))
+            self._decodes[media.content, wanted] = shared
         shared.num_users += 1
         try:
             whole = await asyncio.shield(shared.task)
@@ -218,7 +222,7 @@ class EncoderPool:
         finally:
             shared.num_users -= 1
             if shared.num_users == 0:
-                del self._decodes[media.content]
+                del self._decodes[media.content, wanted]
                 shared.task.cancel()  # nothing to a task that is done; one that isn't gives its memory back itself
                 shared.task.add_done_callback(self._release_features)
 
@@ -226,20 +230,19 @@ class EncoderPool:
         if not task.cancelled() and task.exception() is None:
             self._cache.release(task.result())
 
-    async def _decode(self, media: PreparedMedia) -> BufferSlice:
-        if media.item.kind is MediaKind.IMAGE:
-            size = self._composition.require_vision(media.item.param).image_size
-            shape: tuple[int, ...] = (1, size, size, 3)
-            dtype, rate = "uint8", 0
-        else:
-            shape = (media.num_samples,)
-            dtype, rate = "float32", self._composition.require_audio(media.item.param).sample_rate
-        features = await self._cache.allocate(shape, dtype, ROOM_TIMEOUT_S)
+    def _wanted(self, decoder: str) -> PictureFit | int:
+        """What pictures are fitted by, or the rate that clips are brought to, Hz."""
+        if self._kind is MediaKind.IMAGE:
+            return self._composition.vision[decoder].fit
+        return self._composition.audio[decoder].sample_rate
+
+    async def _decode(self, media: PreparedMedia, wanted: PictureFit | int) -> BufferSlice:
+        features = await self._cache.allocate(*_place(media, wanted), ROOM_TIMEOUT_S)
         try:
-            if media.item.kind is MediaKind.IMAGE:
-                await self._decode_process.decode_image(media.item, features)
+            if isinstance(wanted, int):
+                await self._decode_process.decode_audio(media.item, features, wanted)
             else:
-                await self._decode_process.decode_audio(media.item, features, rate)
+                await self._decode_process.decode_image(media.item, features, wanted)
         except BaseException:
             self._cache.release(features)
             raise
@@ -248,6 +251,14 @@ class EncoderPool:
     def _note_hit(self, window: MediaWindow, tier: str) -> None:
         self._metrics.mm_cache_hits.labels(self._kind.value, tier).inc()
         self._cache.note_hit(window, tier)
+
+
+def _place(media: PreparedMedia, wanted: PictureFit | int) -> tuple[tuple[int, ...], str]:
+    """Shape and type of an item's features."""
+    if isinstance(wanted, int):
+        return (media.num_samples,), "float32"
+    assert media.picture_size is not None, "a clip has no fit"
+    return wanted.feature_shape(*media.picture_size), "uint8"
 
 
 def _cut(clip: BufferSlice, window: MediaWindow) -> BufferSlice:

@@ -1,4 +1,4 @@
-"""Pixels: any picture that people really send becomes an upright RGB square without metadata.
+"""Pixels: any picture that people really send becomes upright RGB tiles without metadata.
 
 `decode` belongs in a decode process.  Headers are read elsewhere, without Pillow: `image_header`, whose names this module re-exports.
 """
@@ -10,9 +10,12 @@ import warnings
 
 import numpy as np
 import PIL.TiffImagePlugin  # noqa: F401  EXIF is a TIFF, and a decode process can open no file when it meets the first one
-from PIL import GifImagePlugin, Image, ImageCms, ImageFile, ImageOps, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
+from PIL import GifImagePlugin, Image, ImageCms, ImageFile, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
 
+from mmserve.composition.picture_fit import PictureFit, Stretch
+from mmserve.encoders.exif import read_orientation
 from mmserve.encoders.image_header import MAX_SCANS, check_size, count_scans, read_header, sniff
+from mmserve.encoders.tiles import cut_tiles
 from mmserve.errors import UndecodableMedia, UnsupportedMedia
 from mmserve.media import MediaLimits
 
@@ -26,11 +29,20 @@ _OPENERS: dict[str, type[ImageFile.ImageFile]] = {
     "webp": WebPImagePlugin.WebPImageFile,
 }
 _SRGB = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB"))
+_UNDO = {  # EXIF's number -> what undoes it
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 _PROFILE_SPACES = {"L": "GRAY", "RGB": "RGB ", "CMYK": "CMYK"}
 
 
-def decode(data: bytes, size: int, limits: MediaLimits | None = None) -> np.ndarray:
-    """uint8 [size, size, 3]: the first frame, upright, over white where it is transparent, in sRGB, stretched to the square.
+def decode(data: bytes, fit: PictureFit, limits: MediaLimits | None = None) -> np.ndarray:
+    """uint8 [tiles, height, width, 3]: the first frame, upright, over white where it is transparent, in sRGB, brought to size by `fit`.
 
     Raises UndecodableMedia for anything Pillow can't make a whole picture of: a truncated file is not half a picture.
     """
@@ -44,24 +56,22 @@ def decode(data: bytes, size: int, limits: MediaLimits | None = None) -> np.ndar
     try:
         with warnings.catch_warnings(action="ignore"), opener(io.BytesIO(data)) as image:
             check_size(*image.size, limits, None)  # what Pillow is about to allocate, whatever the header said
-            if isinstance(image, JpegImagePlugin.JpegImageFile):
-                image.draft(None, (2 * size, 2 * size))  # scaled while decoding, never below twice the target
+            if isinstance(fit, Stretch) and isinstance(image, JpegImagePlugin.JpegImageFile):
+                image.draft(None, (2 * fit.side, 2 * fit.side))  # scaled while decoding, never below twice the target
             image.load()
             profile = image.info.get("icc_profile")
-            upright = ImageOps.exif_transpose(image) if _orientation(image) in range(2, 9) else image
-            small = _plain(upright).resize((size, size), Image.Resampling.BICUBIC)
-            return np.asarray(_to_srgb(_over_white(small), profile))
+            plain = _plain(image)
+            if isinstance(fit, Stretch):  # small first: colours cost a pass over all pixels
+                plain = _upright(plain, data, name).resize((fit.side, fit.side), Image.Resampling.BICUBIC)
+                return np.asarray(_to_srgb(_over_white(plain), profile))[None]
+            return cut_tiles(_to_srgb(_over_white(_upright(plain, data, name)), profile), fit)
     except (OSError, SyntaxError, ValueError, EOFError, TypeError, IndexError, KeyError, ArithmeticError, AttributeError, RuntimeError):
         raise UndecodableMedia("the image can't be decoded: it is damaged or cut off") from None  # Pillow's own texts name addresses
 
 
-def _orientation(image: Image.Image) -> int:
-    """EXIF orientation, 1 when there is none or it can't be read: a broken tag is no reason to refuse a good picture."""
-    try:
-        value = image.getexif().get(0x0112, 1)
-        return value if isinstance(value, int) else 1
-    except Exception:  # whatever a broken EXIF block does to its parser
-        return 1
+def _upright(image: Image.Image, data: bytes, name: str) -> Image.Image:
+    orientation = read_orientation(data, name)
+    return image.transpose(_UNDO[orientation]) if orientation in _UNDO else image
 
 
 def _plain(image: Image.Image) -> Image.Image:

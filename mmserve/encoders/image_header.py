@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import struct
 
+from mmserve.encoders.exif import read_orientation
 from mmserve.errors import BadRequest, TooLarge, UndecodableMedia, UnsupportedMedia
 from mmserve.media import ImageHeader, MediaLimits
 
@@ -56,7 +57,7 @@ def read_header(data: bytes, limits: MediaLimits, param: str | None) -> ImageHea
     if name == "jpeg" and _jpeg_frame(data)[0] == _PROGRESSIVE and count_scans(data) > MAX_SCANS:
         raise TooLarge(f"a JPEG may have at most {MAX_SCANS} scans", param=param)
     assert name is not None
-    return ImageHeader(name, width, height)
+    return ImageHeader(name, width, height, read_orientation(data, name))
 
 
 def check_size(width: int, height: int, limits: MediaLimits, param: str | None) -> None:

@@ -49,6 +49,9 @@ class Schema(Protocol):
     def whole(self, index: int, choice: Choice) -> dict[str, Any]: ...
 
 
+MakeSchema = Callable[[TokenText], Schema]
+
+
 class ChatSchema:
     id_prefix = "chatcmpl-"
     whole_object = "chat.completion"

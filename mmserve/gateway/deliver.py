@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
+from functools import partial
 from typing import Self
 
 import orjson
 from aiohttp import web
 
 from mmserve.errors import MmserveError
-from mmserve.gateway.answer import Answer, Choice, Schema, collect, server_timing
+from mmserve.gateway.answer import Answer, Choice, MakeSchema, collect, server_timing
 from mmserve.gateway.call import Call
 from mmserve.gateway.sse import DONE, KEEP_ALIVE, EventStream, event
 from mmserve.gateway.state import ServerState
@@ -23,13 +24,13 @@ from mmserve.token_stream import Delta, Generation
 _log = logging.getLogger(__name__)
 
 
-async def deliver(request: web.Request, call: Call, schema: Schema, state: ServerState) -> web.StreamResponse:
+async def deliver(request: web.Request, call: Call, schema: MakeSchema, state: ServerState) -> web.StreamResponse:
     """Raises MmserveError if nothing was sent yet; after that errors go into the stream."""
     generation = await state.engine.submit(call.request)
     with state.hold(generation):
         answer = Answer(
             generation,
-            schema,
+            schema(partial(state.engine.token_text, model=generation.model)),
             model=state.shown_model(call.request.model),
             usage_in_chunks=call.include_usage,
             explain=call.explain,

@@ -82,6 +82,7 @@ def _page(body: bytes, content_type: str) -> Any:
 def _models(state: ServerState) -> list[dict[str, Any]]:
     """The served name, which routes between the decoders, and each decoder under its own."""
     engine = state.engine
-    common = {"object": "model", "created": state.created, "owned_by": "mmserve", "modalities": list(engine.composition.modalities)}
-    names = [state.served_name, *engine.composition.decoders]
-    return [{"id": name, **common, "max_model_len": engine.max_model_len, "context_length": engine.max_model_len} for name in names]
+    composition, length = engine.composition, engine.max_model_len
+    common = {"object": "model", "created": state.created, "owned_by": "mmserve", "max_model_len": length, "context_length": length}
+    takes = {state.served_name: composition.modalities, **{name: composition.modalities_of(name) for name in composition.decoders}}
+    return [{"id": name, **common, "modalities": list(modalities)} for name, modalities in takes.items()]

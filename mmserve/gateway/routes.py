@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import hdrs, web
 
-from mmserve.gateway.answer import ChatSchema, CompletionSchema, Schema
+from mmserve.gateway.answer import ChatSchema, CompletionSchema, MakeSchema
 from mmserve.gateway.body import read_body
 from mmserve.gateway.call import Bounds, Call, Caller
 from mmserve.gateway.chat_api import parse_chat
@@ -31,13 +31,13 @@ _INLINE_BYTES = 32 * 1024  # a body up to this is parsed on the loop, in well un
 async def chat(request: web.Request) -> web.StreamResponse:
     check_content_type(request.headers.get(hdrs.CONTENT_TYPE))
     state = request.app[STATE]
-    return await _generate(request, state, parse_chat, ChatSchema(state.engine.token_text))
+    return await _generate(request, state, parse_chat, ChatSchema)
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
     check_content_type(request.headers.get(hdrs.CONTENT_TYPE))
     state = request.app[STATE]
-    return await _generate(request, state, parse_completion, CompletionSchema(state.engine.token_text))
+    return await _generate(request, state, parse_completion, CompletionSchema)
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
@@ -47,7 +47,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
     def parse(data: bytes, bounds: Bounds, caller: Caller) -> Call:
         return parse_generate(data, boundary, bounds, caller)
 
-    return await _generate(request, state, parse, ChatSchema(state.engine.token_text))
+    return await _generate(request, state, parse, ChatSchema)
 
 
 async def feedback(request: web.Request) -> web.StreamResponse:
@@ -58,7 +58,7 @@ async def feedback(request: web.Request) -> web.StreamResponse:
     return web.json_response({"object": "feedback", "recorded": True})
 
 
-async def _generate(request: web.Request, state: ServerState, parse: Parse, schema: Schema) -> web.StreamResponse:
+async def _generate(request: web.Request, state: ServerState, parse: Parse, schema: MakeSchema) -> web.StreamResponse:
     with state.visit():
         data = await read_body(request, state.config.server)
         caller = Caller(request_id=request[REQUEST_ID], tenant=_TENANT)

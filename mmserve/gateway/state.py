@@ -45,7 +45,7 @@ class ServerState:
 
     @property
     def bounds(self) -> Bounds:
-        sizes = [int(decoder.config["vocab_size"]) for decoder in self.engine.composition.decoders.values()]
+        sizes = [decoder.vocab_size for decoder in self.engine.composition.decoders.values()]
         return Bounds(vocab_size=min(sizes), limits=self.engine.limits)
 
     def shown_model(self, asked: str) -> str:

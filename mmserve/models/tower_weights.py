@@ -1,31 +1,24 @@
-"""Loads a `transformers` module strictly: from a directory, without a connection, and never with a weight made up."""
+"""Loads a module of transformers strictly: its own tensors and no other, and never with a weight made up."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.utils import logging
+from transformers import PretrainedConfig
+from transformers.initialization import no_init_weights
 
-from mmserve.models.weights import BadCheckpoint
+from mmserve.composition import Weights
+from mmserve.models.weights import Checkpoint
 
 
-def load_module(kind: Any, directory: Path, device: torch.device, dtype: torch.dtype) -> Any:
-    """An instance ready to run.  Raises BadCheckpoint naming what is missing, misshapen or unknown."""
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        module, report = kind.from_pretrained(
-            directory, dtype=dtype, local_files_only=True, use_safetensors=True, attn_implementation="sdpa", output_loading_info=True
-        )
-    except (OSError, RuntimeError) as error:
-        raise BadCheckpoint(f"{directory}: {error}") from error
-    problems = [
-        *(f"missing {name}" for name in sorted(report["missing_keys"])),
-        *(f"misshapen {name}" for name, *_ in sorted(report["mismatched_keys"])),
-        *(f"unknown {name}" for name in sorted(report["unexpected_keys"])),
-    ]
-    if problems:
-        raise BadCheckpoint(f"{directory}: {'; '.join(problems)}")
+def load_module(kind: Any, config: PretrainedConfig, weights: Weights, device: torch.device, dtype: torch.dtype) -> Any:
+    """An instance of `kind` ready to run.  Raises BadCheckpoint naming what is missing, misshapen or unknown."""
+    config._attn_implementation = "sdpa"
+    with no_init_weights():  # host memory that nobody touches before the weights take its place
+        module = kind(config)
+    checkpoint = Checkpoint(weights.path, device, dtype, names=weights.names)
+    state = {name: checkpoint.take(name, *tensor.shape) for name, tensor in module.state_dict().items()}
+    checkpoint.finish()
+    module.load_state_dict(state, assign=True)
     return module.to(device).eval().requires_grad_(False)

@@ -1,18 +1,20 @@
-"""What an encoder process runs: batches through a tower, rows into the shared buffer.
+"""What an encoder process runs: batches through towers, rows into the shared buffer.
 
 A batch that doesn't fit in memory is halved until it does; an item that fails, fails alone.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
 import time
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from mmserve.composition import VisionSpec
+from mmserve.composition import EncoderSpec
+from mmserve.models.tower import Tower, TowerItem
+from mmserve.models.weights import BadCheckpoint
 from mmserve.plan import EncodeItem, EncodePlan, EncodeResult, EncoderReady, EncoderWorkerSpec
 from mmserve.shared_buffer import SharedMemory
 from mmserve.worker.device import is_out_of_memory, release_memory, tensor_in
@@ -20,34 +22,28 @@ from mmserve.worker.device import is_out_of_memory, release_memory, tensor_in
 log = logging.getLogger(__name__)
 
 
-class Tower(Protocol):
-    @property
-    def decoders(self) -> tuple[str, ...]: ...
-
-    def blank(self) -> torch.Tensor: ...
-
-    def num_rows(self, features: torch.Tensor) -> int: ...
-
-    def encode(self, items: Sequence[torch.Tensor], num_rows: Sequence[int], decoder: str) -> list[torch.Tensor]: ...
+TOWERS = {
+    "clip": "mmserve.encoders.vision_tower:VisionTower",
+    "whisper": "mmserve.encoders.audio_tower:AudioTower",
+}
+"""By format.  Named, not imported: each brings its own part of transformers."""
 
 
 class EncoderRunner:
-    """One tower over the shared buffer."""
+    """The towers of one modality over the shared buffer."""
 
-    def __init__(self, tower: Tower, memory: SharedMemory, device: torch.device, max_batch: int) -> None:
-        self._tower = tower
+    def __init__(self, towers: Mapping[str, Tower], memory: SharedMemory, device: torch.device, max_batch: int) -> None:
+        self._towers = towers  # by decoder
         self._memory = memory
         self._device = device
         self._max_batch = max_batch
 
     def warm_up(self) -> float:
-        """A full batch for every decoder; seconds it took.  Raises RuntimeError if a row isn't finite."""
+        """An item for every decoder; seconds it took.  Raises RuntimeError if a row isn't finite."""
         started = time.perf_counter()
-        blank = self._tower.blank()
-        num_rows = self._tower.num_rows(blank)
-        for decoder in self._tower.decoders:
-            rows = self._tower.encode([blank], [num_rows], decoder)
-            if not bool(rows[0].isfinite().all()):
+        for decoder, tower in self._towers.items():
+            (rows,) = tower.encode([tower.blank()], decoder)
+            if not bool(rows.isfinite().all()):
                 raise RuntimeError(f"the warm-up batch for {decoder} is not finite")
         return time.perf_counter() - started
 
@@ -73,8 +69,8 @@ class EncoderRunner:
         return self._encode(plan, items[:half]) + self._encode(plan, items[half:])
 
     def _encode_once(self, items: Sequence[EncodeItem], decoder: str) -> list[str | None]:
-        features = [tensor_in(self._memory, item.features) for item in items]
-        encoded = self._tower.encode(features, [item.rows.shape[0] for item in items], decoder)
+        inputs = [TowerItem(tensor_in(self._memory, item.features), item.rows.shape[0], item.picture_size) for item in items]
+        encoded = self._towers[decoder].encode(inputs, decoder)
         return [self._write(item, rows) for item, rows in zip(items, encoded, strict=True)]
 
     def _write(self, item: EncodeItem, rows: torch.Tensor) -> str | None:
@@ -91,16 +87,22 @@ class EncoderRunner:
 def start_encoder(spec: EncoderWorkerSpec, memory: SharedMemory) -> tuple[EncoderReady, Callable[[EncodePlan], EncodeResult]]:
     """Load and warm up; return the ready report and the function that runs a batch."""
     device, dtype = torch.device(spec.device), getattr(torch, spec.dtype)
-    runner = EncoderRunner(_load_tower(spec, device, dtype), memory, device, spec.max_batch)
+    runner = EncoderRunner(load_towers(spec.specs, device, dtype), memory, device, spec.max_batch)
     return EncoderReady(warmup_s=runner.warm_up()), runner.run
 
 
-def _load_tower(spec: EncoderWorkerSpec, device: torch.device, dtype: torch.dtype) -> Tower:
-    # One of the two only: each brings its own half of transformers.
-    if isinstance(spec.spec, VisionSpec):
-        from mmserve.encoders.vision_tower import VisionTower
+def load_towers(specs: Mapping[str, EncoderSpec], device: torch.device, dtype: torch.dtype) -> dict[str, Tower]:
+    """By decoder; a spec that serves several is loaded once.  Raises BadCheckpoint."""
+    loaded: dict[int, Tower] = {}
+    for spec in specs.values():
+        if id(spec) not in loaded:
+            loaded[id(spec)] = _load_tower(spec, device, dtype)
+    return {decoder: loaded[id(spec)] for decoder, spec in specs.items()}
 
-        return VisionTower(spec.spec, device, dtype)
-    from mmserve.encoders.audio_tower import AudioTower
 
-    return AudioTower(spec.spec, device, dtype)
+def _load_tower(spec: EncoderSpec, device: torch.device, dtype: torch.dtype) -> Tower:
+    if spec.format not in TOWERS:
+        raise BadCheckpoint(f"encoders of format {spec.format!r} are not supported; supported are {', '.join(TOWERS)}")
+    module, _, name = TOWERS[spec.format].partition(":")
+    tower: Tower = getattr(importlib.import_module(module), name)(spec, device, dtype)
+    return tower

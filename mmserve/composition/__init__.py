@@ -1,0 +1,26 @@
+"""A model is a composition: decoders, and per modality an encoder, a projector for each decoder, and a rule that counts rows.
+
+One small file for each format of a model directory: `composed` is our own, `text`, `llava` and `llava_next` are published ones.  They read
+configs and the headers of weights; knows nothing of torch.
+"""
+
+from __future__ import annotations
+
+from mmserve.composition.load import BUNDLED, load_composition
+from mmserve.composition.specs import AudioSpec, Composition, DecoderSpec, EncoderSpec, PromptFormat, VisionSpec
+from mmserve.composition.weights import AS_WRITTEN, BadModel, WeightNames, Weights
+
+__all__ = [
+    "AS_WRITTEN",
+    "BUNDLED",
+    "AudioSpec",
+    "BadModel",
+    "Composition",
+    "DecoderSpec",
+    "EncoderSpec",
+    "PromptFormat",
+    "VisionSpec",
+    "WeightNames",
+    "Weights",
+    "load_composition",
+]

@@ -1,0 +1,55 @@
+"""A decoder's config with what its file leaves out: text configs inside multi-modal ones hold only what isn't their type's default."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mmserve.composition.weights import BadModel
+
+_LLAMA: dict[str, Any] = {
+    "vocab_size": 32_000,
+    "hidden_size": 4096,
+    "intermediate_size": 11_008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,  # as many as heads
+    "head_dim": None,  # hidden_size / heads
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "eos_token_id": 2,
+}
+_MISTRAL = _LLAMA | {"intermediate_size": 14_336, "num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096}
+_QWEN2 = _LLAMA | {
+    "vocab_size": 151_936,
+    "intermediate_size": 22_016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32_768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "eos_token_id": None,
+}
+
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "llama": _LLAMA,
+    "mistral": _MISTRAL,
+    "qwen2": _QWEN2,
+    "qwen3": _QWEN2 | {"head_dim": 128},
+}
+"""By model type: the field defaults of the configuration classes of transformers, as far as a decoder's shape depends on them."""
+
+
+def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Every field that a decoder's shape depends on is there and not None.  Raises BadModel for a model type that isn't built."""
+    model_type = config.get("model_type", "llama")
+    if model_type not in DEFAULTS:
+        raise BadModel(f"decoders of type {model_type!r} are not supported; supported are {', '.join(DEFAULTS)}")
+    complete = {**DEFAULTS[model_type], **config, "model_type": model_type}
+    if complete["num_key_value_heads"] is None:
+        complete["num_key_value_heads"] = complete["num_attention_heads"]
+    if complete["head_dim"] is None:
+        complete["head_dim"] = complete["hidden_size"] // complete["num_attention_heads"]
+    return complete

@@ -1,0 +1,53 @@
+"""What a published directory is read into, and what every reader of one needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmserve.composition.specs import AudioSpec, DecoderSpec, EncoderSpec, VisionSpec
+from mmserve.composition.weights import COMPUTED, BadModel, tensor_headers
+
+
+@dataclass(frozen=True)
+class Directory:
+    """A published directory, and the part it is to play."""
+
+    path: Path
+    config: Mapping[str, Any]  # its config.json
+    name: str  # of its decoder: small or large
+    chat_template: Path | None = None  # a file that goes before the directory's own
+
+
+@dataclass(frozen=True)
+class Model:
+    """One decoder with its own encoders."""
+
+    decoder: DecoderSpec
+    vision: VisionSpec | None = None
+    audio: AudioSpec | None = None
+
+    def check(self) -> None:
+        """Every tensor of the directory belongs to exactly one part.  Raises BadModel naming those that don't."""
+        encoders: list[EncoderSpec] = [encoder for encoder in (self.vision, self.audio) if encoder is not None]
+        parts = [self.decoder.weights]
+        for encoder in encoders:
+            parts += [encoder.weights, *encoder.projectors.values()]
+        path = self.decoder.weights.path
+        names = [part.names for part in parts if part.path == path]
+        problems = []
+        for tensor in tensor_headers(path):
+            owners = sum(rule(tensor) is not None for rule in names)
+            if owners != 1 and not tensor.endswith(COMPUTED):
+                problems.append(f"unknown {tensor}" if owners == 0 else f"{tensor} belongs to several parts")
+        if problems:
+            raise BadModel(f"{path}: {'; '.join(problems)}")
+
+
+def require(config: Mapping[str, Any], field: str, allowed: tuple[object, ...]) -> None:
+    """Raises BadModel when the field's value isn't built; a field that is not there has its first allowed value."""
+    value = config.get(field, allowed[0])
+    if value not in allowed:
+        raise BadModel(f"config.json: {field} must be {' or '.join(repr(each) for each in allowed)}, got {value!r}")

@@ -1,0 +1,183 @@
+"""What a model is made of: decoders and their prompts, and for each decoder the encoders that make rows for it.
+
+Made by the readers of this package and by tests; knows no file format.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mmserve.composition.picture_fit import PictureFit
+from mmserve.composition.weights import Weights
+from mmserve.errors import BadRequest
+from mmserve.media import ImageHeader, MediaKind, MediaWindow, window_key
+
+PREPROCESSING = b"2"  # part of every row's identity; raise it when decoding, resizing or resampling changes
+
+
+@dataclass(frozen=True)
+class PromptFormat:
+    """How messages become text, and text ids."""
+
+    tokenizer_file: Path
+    chat_template: str | None  # Jinja; None: no chats, raw prompts only
+    special_tokens: Mapping[str, str] = field(default_factory=dict)  # what templates see: bos_token, eos_token, ...
+    adds_bos_to_chats: bool = False  # where the template doesn't write it: processors do, tokenizers don't
+
+
+@dataclass(frozen=True)
+class DecoderSpec:
+    """One decoder.  `config` is complete: what the file leaves out is its model type's default."""
+
+    name: str  # small or large
+    weights: Weights
+    config: Mapping[str, Any]
+    prompt: PromptFormat
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.config["hidden_size"])
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.config["vocab_size"])
+
+    @property
+    def max_model_len(self) -> int:
+        return int(self.config["max_position_embeddings"])
+
+
+@dataclass(frozen=True)
+class EncoderSpec:
+    """What all towers share: where the weights are, and the digest that names the rows they make."""
+
+    format: str  # names the class that runs it, see `worker.encoder_worker`
+    weights: Weights
+    config: Mapping[str, Any]  # the tower's own
+    projectors: Mapping[str, Weights]  # by decoder
+    placeholder: str  # what the chat template writes where an item stands
+    around: tuple[str, str]  # what is left of it before and after the rows
+
+    @cached_property
+    def _versions(self) -> Mapping[str, bytes]:
+        tower = self.weights.digest() + json.dumps(dict(self.config), sort_keys=True).encode()
+        rule = repr(self.rule).encode() + PREPROCESSING
+        return {name: hashlib.sha256(tower + part.digest() + rule).digest() for name, part in self.projectors.items()}
+
+    def version(self, decoder: str) -> bytes:
+        """32 bytes that change when the tower, this decoder's projector or the preprocessing does.  Slow the first time."""
+        return self._versions[decoder]
+
+    @property
+    def rule(self) -> tuple[object, ...]:
+        """Whatever, beside weights and the tower's config, shapes the rows."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class VisionSpec(EncoderSpec):
+    """A CLIP tower and the two-layer projectors behind it.  The defaults are CLIP's and LLaVA's own."""
+
+    fit: PictureFit
+    feature_layers: tuple[int, ...]  # indices into hidden_states, side by side; -1 is the last, before any post-layernorm
+    keeps_class_token: bool = False
+    rescale: float = 1 / 255
+    mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)  # per channel
+    std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
+    activation: str = "gelu"  # between the projector's layers
+    projector_bias: bool = True
+
+    @property
+    def rule(self) -> tuple[object, ...]:
+        pixels = (self.fit, self.rescale, self.mean, self.std)
+        return (self.format, *pixels, self.feature_layers, self.keeps_class_token, self.activation, self.projector_bias)
+
+    def windows(
+        self, content: bytes, decoder: str, header: ImageHeader, *, detail: str = "auto", salt: bytes = b""
+    ) -> tuple[MediaWindow, ...]:
+        """The one window of a picture whose bytes have the digest `content`."""
+        num_rows = self.fit.num_rows(*header.upright_size)
+        key = window_key(
+            content=content, kind=MediaKind.IMAGE, encoder=self.version(decoder), index=0, start=0, stop=0,
+            num_rows=num_rows, detail=detail, salt=salt,
+        )  # fmt: skip
+        return (MediaWindow(key, MediaKind.IMAGE, num_rows),)
+
+
+@dataclass(frozen=True)
+class AudioSpec(EncoderSpec):
+    """A windowed tower: samples at 16 kHz, `tokens_per_second` rows a second, the last window cut to what the clip fills."""
+
+    window_s: float
+    tokens_per_second: int
+    sample_rate: int = 16_000  # Hz
+
+    @property
+    def rule(self) -> tuple[object, ...]:
+        return (self.format, self.window_s, self.tokens_per_second, self.sample_rate)
+
+    @property
+    def samples_per_token(self) -> int:
+        return self.sample_rate // self.tokens_per_second
+
+    def num_samples(self, num_frames: int, sample_rate: int) -> int:
+        """Samples at the encoder's rate for a clip of `num_frames` at `sample_rate`: never zero."""
+        return max(1, -(-num_frames * self.sample_rate // sample_rate))
+
+    def windows(self, content: bytes, decoder: str, num_samples: int, *, salt: bytes = b"") -> tuple[MediaWindow, ...]:
+        """Windows of a clip of `num_samples` at the encoder's rate, in order; together ceil(num_samples / samples_per_token) rows."""
+        step = int(self.window_s * self.sample_rate)
+        version = self.version(decoder)
+        windows = []
+        for index, start in enumerate(range(0, num_samples, step)):
+            stop = min(start + step, num_samples)
+            num_rows = -(-(stop - start) // self.samples_per_token)
+            key = window_key(
+                content=content, kind=MediaKind.AUDIO, encoder=version, index=index, start=start, stop=stop, num_rows=num_rows, salt=salt
+            )
+            windows.append(MediaWindow(key, MediaKind.AUDIO, num_rows, index, start, stop))
+        return tuple(windows)
+
+
+@dataclass(frozen=True)
+class Composition:
+    """Decoders by name.  An encoder that serves two of them is one object under both names."""
+
+    name: str
+    decoders: Mapping[str, DecoderSpec]
+    vision: Mapping[str, VisionSpec] = field(default_factory=dict)  # by decoder
+    audio: Mapping[str, AudioSpec] = field(default_factory=dict)
+
+    def encoders(self, kind: MediaKind) -> Mapping[str, EncoderSpec]:
+        """By decoder; a decoder that takes no such media is not there."""
+        return self.vision if kind is MediaKind.IMAGE else self.audio
+
+    @property
+    def modalities(self) -> tuple[str, ...]:
+        """What at least one decoder takes."""
+        return ("text", *(kind.value for kind in MediaKind if self.encoders(kind)))
+
+    def decoders_taking(self, kinds: Collection[MediaKind]) -> tuple[str, ...]:
+        return tuple(name for name in self.decoders if all(name in self.encoders(kind) for kind in kinds))
+
+    def modalities_of(self, decoder: str) -> tuple[str, ...]:
+        return ("text", *(kind.value for kind in MediaKind if decoder in self.encoders(kind)))
+
+    def vision_of(self, decoder: str, param: str | None = None) -> VisionSpec:
+        """Raises BadRequest when this decoder takes no images."""
+        if decoder not in self.vision:
+            raise BadRequest(f"the {decoder} model does not take images", param=param)
+        return self.vision[decoder]
+
+    def audio_of(self, decoder: str, param: str | None = None) -> AudioSpec:
+        """Raises BadRequest when this decoder takes no audio."""
+        if decoder not in self.audio:
+            raise BadRequest(f"the {decoder} model does not take audio", param=param)
+        return self.audio[decoder]
