@@ -1,133 +1,117 @@
-"""The Llama architecture over a paged KV cache: one batch of T tokens in, T hidden vectors out.
+"""The Llama architecture and its kin over a paged KV cache: one batch of T tokens in, T hidden vectors out.
 
 Plain functions over tensors: sequences, blocks and plans are the runner's and the attention backend's business.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from mmserve.models.decoder_config import DecoderConfig, inverse_frequencies, read_config
-from mmserve.models.paged_attention import AttentionPlan, PagedAttention
-from mmserve.models.weights import Checkpoint
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """Weights are [out, in].  Query, key and value share one matrix, gate and up another."""
-
-    input_norm: torch.Tensor
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
-    out: torch.Tensor
-    out_bias: torch.Tensor | None
-    post_norm: torch.Tensor
-    gate_up: torch.Tensor
-    gate_up_bias: torch.Tensor | None
-    down: torch.Tensor
-    down_bias: torch.Tensor | None
+from mmserve.composition.weights import AS_WRITTEN
+from mmserve.models.attention import AttentionBackend, P
+from mmserve.models.decoder_config import DecoderConfig, parse_config, read_config
+from mmserve.models.decoder_layer import load_layer
+from mmserve.models.linear import LinearMaker
+from mmserve.models.parallel import WHOLE, Shard
+from mmserve.models.rotary import Rotary, rotate
+from mmserve.models.weights import META, Checkpoint
 
 
 class Decoder:
-    """Frozen weights of one decoder on one device."""
+    """Frozen weights of one decoder, or of one rank's part of it, on one device.
 
-    def __init__(self, config: DecoderConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
+    All ranks of a group make the same calls in the same order, and get the same results to the bit.
+    """
+
+    def __init__(self, config: DecoderConfig, checkpoint: Checkpoint, shard: Shard = WHOLE) -> None:
+        """Takes every tensor out of `checkpoint`; whether they fit, its `finish` says.
+
+        Raises ValueError if the layers can't be split over the ranks.
+        """
+        shard.require_even(config.num_heads, "attention heads")
+        shard.require_even(config.intermediate_size, "intermediate columns")
         self.config = config
-        self.device = device
-        self.dtype = dtype
-        self._embedding = checkpoint.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-        self._layers = [_load_layer(config, checkpoint, f"model.layers.{i}.") for i in range(config.num_layers)]
+        self.device = checkpoint.device
+        self.dtype = checkpoint.dtype
+        self.num_local_heads = config.num_heads // shard.size
+        self.num_local_kv_heads = config.num_kv_heads // shard.of_kv_heads(config.num_kv_heads).size
+        self._shard = shard
+        vocabulary = (config.vocab_size, config.hidden_size)
+        make_linear = LinearMaker(self.device, self.dtype)
+        self._embedding = checkpoint.take("model.embed_tokens.weight", *vocabulary, shard=shard)
+        self._layers = [load_layer(config, checkpoint, i, shard, make_linear) for i in range(config.num_layers)]
         self._norm = checkpoint.take("model.norm.weight", config.hidden_size)
         if config.tie_word_embeddings:
             checkpoint.drop("lm_head.weight")
-            self._head = self._embedding
+            self._head = make_linear(self._embedding, is_shared=True)
         else:
-            self._head = checkpoint.take("lm_head.weight", config.vocab_size, config.hidden_size)
-        self._rotations = _rotations(config).to(device)
+            self._head = make_linear(checkpoint.take("lm_head.weight", *vocabulary, shard=shard))
+        self._rotary = Rotary(config.rope, config.head_dim, self.device)
 
     @classmethod
-    def load(cls, directory: Path, device: torch.device, dtype: torch.dtype) -> Decoder:
-        """Read a `transformers` directory.  Raises BadCheckpoint naming everything that doesn't fit."""
-        config = read_config(directory)
-        checkpoint = Checkpoint(directory, device, dtype)
-        decoder = cls(config, checkpoint, device, dtype)
-        checkpoint.finish()
-        return decoder
+    def load(
+        cls,
+        directory: Path,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        config: Mapping[str, Any] | None = None,
+        names: Callable[[str], str | None] = AS_WRITTEN,
+        shard: Shard = WHOLE,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> Decoder:
+        """Read a `transformers` directory, or the decoder inside a multi-modal one.
+
+        `config` is that decoder's own (default: the directory's `config.json`), `names` turns a tensor's name there into Llama's.
+        Raises BadCheckpoint naming everything that doesn't fit, before the first weight is read.
+        """
+        parsed = read_config(directory) if config is None else parse_config(config)
+        checked = Checkpoint(directory, META, dtype, names=names)
+        cls(parsed, checked, shard)
+        checked.finish()
+        return cls(parsed, Checkpoint(directory, device, dtype, names=names, on_progress=on_progress), shard)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int [T] -> [T, H]"""
-        return F.embedding(token_ids, self._embedding)
+        if self._shard.size == 1:
+            return F.embedding(token_ids, self._embedding)
+        local = token_ids - self._shard.part(self.config.vocab_size).start
+        is_elsewhere = (local < 0) | (local >= len(self._embedding))
+        rows = F.embedding(local.masked_fill(is_elsewhere, 0), self._embedding)
+        return self._shard.sum(rows.masked_fill_(is_elsewhere.unsqueeze(-1), 0))
 
-    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: PagedAttention, plan: AttentionPlan) -> torch.Tensor:
-        """[T, H] and int [T] -> [T, H], after the final norm.  Writes K and V of all T tokens to the slots of `plan`."""
-        config = self.config
-        rotations = self._rotations[positions].unsqueeze(1)  # complex64 [T, 1, head_dim / 2]
-        num_rotated = config.num_heads + config.num_kv_heads
-        heads = (-1, num_rotated + config.num_kv_heads, config.head_dim)
+    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend[P], plan: P) -> torch.Tensor:
+        """[T, H] and int [T] (or [P, T], a row for each axis of a multi-axis rotary model) -> [T, H], after the final norm.
+
+        Writes K and V of all T tokens to the slots of `plan`.
+        """
+        num_q, num_kv, head_dim = self.num_local_heads, self.num_local_kv_heads, self.config.head_dim
+        rotations = self._rotary.rotations(positions)
         for index, layer in enumerate(self._layers):
-            qkv = F.linear(self._normed(hidden, layer.input_norm), layer.qkv, layer.qkv_bias).view(heads)
-            rotated = _rotate(qkv[:, :num_rotated], rotations)
-            query, key = rotated.split((config.num_heads, config.num_kv_heads), dim=1)
-            attended = attention.forward(index, query, key, qkv[:, num_rotated:], plan)
-            hidden = hidden + F.linear(attended, layer.out, layer.out_bias)
-            gate, up = F.linear(self._normed(hidden, layer.post_norm), layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-            hidden = hidden + F.linear(F.silu(gate).mul_(up), layer.down, layer.down_bias)
+            qkv = layer.qkv(self._normed(hidden, layer.input_norm)).view(-1, num_q + 2 * num_kv, head_dim)
+            if layer.query_norm is None or layer.key_norm is None:
+                query, key = rotate(qkv[:, : num_q + num_kv], rotations).split((num_q, num_kv), dim=1)
+            else:
+                query = rotate(self._normed(qkv[:, :num_q], layer.query_norm), rotations)
+                key = rotate(self._normed(qkv[:, num_q : num_q + num_kv], layer.key_norm), rotations)
+            attended = attention.forward(index, query, key, qkv[:, num_q + num_kv :], plan)
+            hidden = hidden + self._shard.sum(layer.out(attended))
+            gate, up = layer.gate_up(self._normed(hidden, layer.post_norm)).chunk(2, dim=-1)
+            hidden = hidden + self._shard.sum(layer.down(F.silu(gate).mul_(up)))
         return self._normed(hidden, self._norm)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R, H] -> fp32 [R, V]"""
-        return F.linear(hidden, self._head).float()
+        """[R, H] -> float32 [R, V]"""
+        columns = self._head.in_float32(hidden)
+        if self._shard.size == 1:
+            return columns
+        missing = self._shard.width(self.config.vocab_size) - columns.shape[1]
+        return self._shard.join(F.pad(columns, (0, missing)), self.config.vocab_size)
 
-    def _normed(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(hidden, (self.config.hidden_size,), weight, self.config.rms_norm_eps)
-
-
-def _rotate(heads: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
-    """Turn each pair of elements by its angle: one complex product.  Loading has put the two halves of a pair side by side."""
-    pairs = torch.view_as_complex(heads.float().unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * rotations).flatten(-2).to(heads.dtype)
-
-
-def _rotations(config: DecoderConfig) -> torch.Tensor:
-    """complex64 [max_position_embeddings, head_dim / 2]"""
-    angles = torch.outer(torch.arange(config.max_position_embeddings, dtype=torch.float64), inverse_frequencies(config))
-    return torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
-
-
-def _load_layer(config: DecoderConfig, checkpoint: Checkpoint, prefix: str) -> Layer:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    num_q, num_kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-
-    def projection(part: str, rows: int, *columns: int) -> torch.Tensor:
-        tensor = checkpoint.take(f"{prefix}self_attn.{part}", rows, *columns)
-        return tensor if part.startswith("v_proj") else _pairs_adjacent(tensor, config.head_dim)
-
-    def qkv(kind: str, *columns: int) -> torch.Tensor:
-        sizes = (("q_proj", num_q), ("k_proj", num_kv), ("v_proj", num_kv))
-        return torch.cat([projection(f"{part}.{kind}", rows, *columns) for part, rows in sizes])
-
-    def gate_up(kind: str, *columns: int) -> torch.Tensor:
-        return torch.cat([checkpoint.take(f"{prefix}mlp.{part}.{kind}", inner, *columns) for part in ("gate_proj", "up_proj")])
-
-    return Layer(
-        input_norm=checkpoint.take(f"{prefix}input_layernorm.weight", hidden),
-        qkv=qkv("weight", hidden),
-        qkv_bias=qkv("bias") if config.attention_bias else None,
-        out=checkpoint.take(f"{prefix}self_attn.o_proj.weight", hidden, num_q),
-        out_bias=checkpoint.take(f"{prefix}self_attn.o_proj.bias", hidden) if config.attention_bias else None,
-        post_norm=checkpoint.take(f"{prefix}post_attention_layernorm.weight", hidden),
-        gate_up=gate_up("weight", hidden),
-        gate_up_bias=gate_up("bias") if config.mlp_bias else None,
-        down=checkpoint.take(f"{prefix}mlp.down_proj.weight", hidden, inner),
-        down_bias=checkpoint.take(f"{prefix}mlp.down_proj.bias", hidden) if config.mlp_bias else None,
-    )
-
-
-def _pairs_adjacent(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Reorder each head's rows from (0, d/2, ...) halves to pairs.  Queries and keys alike, so that their products don't change."""
-    halves = tensor.view(-1, 2, head_dim // 2, *tensor.shape[1:])
-    return halves.transpose(1, 2).reshape(tensor.shape)
+    def _normed(self, values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(values, weight.shape, weight, self.config.rms_norm_eps)

@@ -1,32 +1,28 @@
-"""A Llama-family `config.json`, parsed once into numbers that can't be wrong.
+"""A decoder's `config.json`, parsed once into numbers that can't be wrong.
 
-Llama's defaults are filled in (text configs inside multi-modal ones leave them out); what isn't built is refused by name.
+What a file leaves out is filled in with its model type's own defaults; what isn't built is refused by name.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-import torch
-
+from mmserve.composition.decoder_config import complete_config
+from mmserve.composition.weights import BadModel
+from mmserve.models.rotary import Rope, parse_rope
 from mmserve.models.weights import BadCheckpoint
 
-_MODEL_TYPES = ("llama",)
-
-
-@dataclass(frozen=True, slots=True)
-class RopeScaling:
-    """Llama 3.1's stretching of low frequencies; see `inverse_frequencies`."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
+_HAVE_ATTENTION_BIAS_FIELD = frozenset({"llama", "qwen3"})  # of query, key, value and output alike
+_ALWAYS_QKV_BIAS = frozenset({"qwen2"})
+_HAVE_MLP_BIAS_FIELD = frozenset({"llama"})
+_HAVE_QK_NORM = frozenset({"qwen3"})
+_HAVE_WINDOWS = frozenset({"mistral", "qwen2", "qwen3"})
+_IS_SLIDING = MappingProxyType({"sliding_attention": True, "full_attention": False})
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +30,22 @@ class DecoderConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    max_position_embeddings: int
+    max_position_embeddings: int  # the longest context, stretching included
     tie_word_embeddings: bool
-    attention_bias: bool
+    qkv_bias: bool
+    out_bias: bool
     mlp_bias: bool
-    rope_theta: float
-    rope_scaling: RopeScaling | None
+    qk_norm: bool  # RMS norm over each head of queries and keys, before they are rotated
+    windows: tuple[int | None, ...]  # of each layer: how many tokens one sees, itself included; None: all before it
+    rope: Rope
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.windows)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -54,37 +55,20 @@ class DecoderConfig:
 
 def read_config(directory: Path) -> DecoderConfig:
     """Raises BadCheckpoint naming the field that is missing or asks for what isn't built."""
-    return parse_config(json.loads((directory / "config.json").read_text()))
+    try:
+        data = json.loads((directory / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise BadCheckpoint(f"{directory / 'config.json'}: {error}") from error
+    return parse_config(data)
 
 
 def parse_config(data: Mapping[str, Any]) -> DecoderConfig:
-    _require(data, "model_type", _MODEL_TYPES)
-    _require(data, "hidden_act", ("silu", None))
-    if data.get("quantization_config") is not None:
-        raise BadCheckpoint("config.json: quantization_config is not supported")
-    rope = dict(data.get("rope_parameters") or data.get("rope_scaling") or {})
+    """From the fields of a `config.json`, or of the text config inside one.  Raises BadCheckpoint naming what doesn't fit."""
     try:
-        num_heads = int(data.get("num_attention_heads", 32))
-        hidden_size = int(data.get("hidden_size", 4096))
-        config = DecoderConfig(
-            vocab_size=int(data.get("vocab_size", 32000)),
-            hidden_size=hidden_size,
-            intermediate_size=int(data.get("intermediate_size", 11008)),
-            num_layers=int(data.get("num_hidden_layers", 32)),
-            num_heads=num_heads,
-            num_kv_heads=int(data.get("num_key_value_heads") or num_heads),
-            head_dim=int(data.get("head_dim") or hidden_size // num_heads),
-            rms_norm_eps=float(data.get("rms_norm_eps", 1e-6)),
-            max_position_embeddings=int(data.get("max_position_embeddings", 2048)),
-            tie_word_embeddings=bool(data.get("tie_word_embeddings", False)),
-            attention_bias=bool(data.get("attention_bias", False)),
-            mlp_bias=bool(data.get("mlp_bias", False)),
-            rope_theta=float(rope.get("rope_theta") or data.get("rope_theta") or 10000.0),
-            rope_scaling=_parse_scaling(rope),
-        )
-    except (TypeError, ValueError) as error:
-        if isinstance(error, BadCheckpoint):
-            raise
+        config = _build(complete_config(data))
+    except BadCheckpoint:
+        raise
+    except (BadModel, TypeError, ValueError, ZeroDivisionError) as error:
         raise BadCheckpoint(f"config.json: {error}") from error
     if config.num_heads % config.num_kv_heads or config.head_dim % 2:
         raise BadCheckpoint(
@@ -93,40 +77,43 @@ def parse_config(data: Mapping[str, Any]) -> DecoderConfig:
     return config
 
 
-def inverse_frequencies(config: DecoderConfig) -> torch.Tensor:
-    """float64 [head_dim / 2], radians per position.
-
-    With `rope_type` llama3, wavelengths beyond original / low_freq_factor are stretched by `factor`, those below original /
-    high_freq_factor are left alone, and those between are blended (Llama 3.1's reference code).
-    """
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
-    plain = config.rope_theta**-exponents
-    scaling = config.rope_scaling
-    if scaling is None:
-        return plain
-    turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)  # within the original context
-    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept = kept.clamp(0, 1)
-    return kept * plain + (1 - kept) * plain / scaling.factor
-
-
-def _parse_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return None
-    if kind != "llama3":
-        raise BadCheckpoint(f"config.json: rope_type must be default or llama3, got {kind!r}")
-    try:
-        return RopeScaling(
-            factor=float(rope["factor"]),
-            low_freq_factor=float(rope["low_freq_factor"]),
-            high_freq_factor=float(rope["high_freq_factor"]),
-            original_max_position_embeddings=int(rope["original_max_position_embeddings"]),
-        )
-    except KeyError as error:
-        raise BadCheckpoint(f"config.json: rope_parameters lack {error.args[0]}") from error
+def _build(fields: Mapping[str, Any]) -> DecoderConfig:
+    if fields["hidden_act"] != "silu":
+        raise BadCheckpoint(f"config.json: hidden_act must be silu, got {fields['hidden_act']!r}")
+    if fields.get("quantization_config") is not None:
+        raise BadCheckpoint("config.json: quantization_config is not supported")
+    model_type, head_dim = fields["model_type"], int(fields["head_dim"])
+    rope = parse_rope(fields, head_dim)
+    attention_bias = model_type in _HAVE_ATTENTION_BIAS_FIELD and bool(fields.get("attention_bias"))
+    return DecoderConfig(
+        vocab_size=int(fields["vocab_size"]),
+        hidden_size=int(fields["hidden_size"]),
+        intermediate_size=int(fields["intermediate_size"]),
+        num_heads=int(fields["num_attention_heads"]),
+        num_kv_heads=int(fields["num_key_value_heads"]),
+        head_dim=head_dim,
+        rms_norm_eps=float(fields["rms_norm_eps"]),
+        max_position_embeddings=rope.reach(int(fields["max_position_embeddings"])),
+        tie_word_embeddings=bool(fields["tie_word_embeddings"]),
+        qkv_bias=attention_bias or model_type in _ALWAYS_QKV_BIAS,
+        out_bias=attention_bias,
+        mlp_bias=model_type in _HAVE_MLP_BIAS_FIELD and bool(fields.get("mlp_bias")),
+        qk_norm=model_type in _HAVE_QK_NORM,
+        windows=_windows(fields),
+        rope=rope,
+    )
 
 
-def _require(data: Mapping[str, Any], field: str, allowed: tuple[str | None, ...]) -> None:
-    if data.get(field) not in allowed:
-        raise BadCheckpoint(f"config.json: {field} must be {allowed[0]}, got {data.get(field)!r}")
+def _windows(fields: Mapping[str, Any]) -> tuple[int | None, ...]:
+    num_layers = int(fields["num_hidden_layers"])
+    window = fields.get("sliding_window")
+    if fields["model_type"] not in _HAVE_WINDOWS or not fields.get("use_sliding_window", True) or window is None:
+        return (None,) * num_layers
+    layer_types = fields.get("layer_types")
+    if layer_types is None:
+        first = int(fields.get("max_window_layers", 0))  # the layers below it see everything
+        return tuple(int(window) if i >= first else None for i in range(num_layers))
+    unknown = sorted({str(kind) for kind in layer_types} - set(_IS_SLIDING))
+    if unknown or len(layer_types) != num_layers:
+        raise BadCheckpoint(f"config.json: layer_types must be {num_layers} of {', '.join(_IS_SLIDING)}, got {unknown or len(layer_types)}")
+    return tuple(int(window) if _IS_SLIDING[kind] else None for kind in layer_types)

@@ -1,0 +1,66 @@
+"""Tensor parallelism: what each rank of a group holds of a decoder, and the two things ranks say to each other in a step.
+
+Matrices that widen are cut by columns of their output, those that narrow by columns of their input, so that two sums a layer are all
+that crosses (Shoeybi et al., "Megatron-LM").  The process group is torch.distributed's default one: NCCL on CUDA, gloo on the CPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Part `rank` of `size` equal ones."""
+
+    rank: int
+    size: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ValueError(f"rank must be in [0, {self.size}), got {self.rank}")
+
+    def part(self, count: int) -> slice:
+        """[start, stop) of `count`.  The last ranks get less, or nothing, where it doesn't divide."""
+        width = self.width(count)
+        return slice(min(self.rank * width, count), min((self.rank + 1) * width, count))
+
+    def width(self, count: int) -> int:
+        """What the first rank gets of `count`, and no rank more."""
+        return -(-count // self.size)
+
+    def of_kv_heads(self, num_kv_heads: int) -> Shard:
+        """The part that this rank holds of key-value heads: where there are more ranks than heads, several hold the same one.
+
+        Raises ValueError with both numbers if neither divides the other.
+        """
+        if num_kv_heads % self.size == 0:
+            return self
+        if self.size % num_kv_heads:
+            raise ValueError(f"{num_kv_heads} key-value heads can neither be split nor repeated over {self.size} ranks")
+        return Shard(self.rank * num_kv_heads // self.size, num_kv_heads)
+
+    def require_even(self, count: int, what: str) -> None:
+        """Raises ValueError with both numbers."""
+        if count % self.size:
+            raise ValueError(f"{count} {what} can't be split over {self.size} ranks")
+
+    def sum(self, partial: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, the same bits on each; `partial` is overwritten."""
+        if self.size > 1:
+            dist.all_reduce(partial)
+        return partial
+
+    def join(self, columns: torch.Tensor, count: int) -> torch.Tensor:
+        """[R, width(count)] of every rank -> [R, count] on each."""
+        if self.size == 1:
+            return columns
+        parts = [torch.empty_like(columns) for _ in range(self.size)]
+        dist.all_gather(parts, columns)
+        return torch.cat(parts, dim=1)[:, :count]
+
+
+WHOLE = Shard(0, 1)
