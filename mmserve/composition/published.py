@@ -7,11 +7,17 @@ from pathlib import Path
 
 from mmserve.composition.decoder_config import DEFAULTS
 from mmserve.composition.files import read_json
+from mmserve.composition.llava import read_llava
+from mmserve.composition.llava_next import read_llava_next
 from mmserve.composition.model import Directory, Model
 from mmserve.composition.text import read_text_model
 from mmserve.composition.weights import BadModel
 
-READERS: Mapping[str, Callable[[Directory], Model]] = dict.fromkeys(DEFAULTS, read_text_model)
+READERS: Mapping[str, Callable[[Directory], Model]] = {
+    **dict.fromkeys(DEFAULTS, read_text_model),
+    "llava": read_llava,
+    "llava_next": read_llava_next,
+}
 """By `model_type` of config.json."""
 
 
