@@ -157,7 +157,7 @@ class Rotary:
         """
         shared = positions if positions.dim() == 1 else positions.amax(dim=0)
         frequencies = self._rope.scaling.frequencies(self._rope.theta, self._exponents, shared).float()
-        turned = positions.unsqueeze(-1) if positions.dim() == 1 else positions[self._axes].t()
+        turned = positions.unsqueeze(-1) if positions.dim() == 1 else positions.t().index_select(1, self._axes)
         return torch.polar(self._length, turned.float() * frequencies).unsqueeze(1)
 
 
