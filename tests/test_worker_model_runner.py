@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 
+import fake_flash_attn
 import numpy as np
 import pytest
 import torch
+from fake_recorder import FakeRecorder
 from step_plans import Row, step_plan
 from tiny_model import build_decoder
 from transformers import LlamaForCausalLM
 
+from mmserve.models.flash_attention import FlashAttention
 from mmserve.plan import DecoderWorkerSpec, MediaSlice, RowSampling, StepFailed, StepPlan, StepResult
 from mmserve.shared_buffer import BufferSlice, SharedBuffer
+from mmserve.worker.kv_budget import RESERVE_BYTES, gpu_budget
 from mmserve.worker.model_runner import ModelRunner
 
 HIDDEN = 64
@@ -213,6 +218,32 @@ def test_ready_tells_what_fits(directory: Path, buffer: SharedBuffer) -> None:
         ModelRunner(spec(directory, kv_cache_memory_bytes=512 * 16), buffer.memory)
 
 
+def test_a_gpus_budget_is_what_is_free_less_what_others_and_a_step_need() -> None:
+    gib = 2**30
+    assert gpu_budget(free=60 * gib, total=80 * gib, utilization=0.75, activation_bytes=2 * gib) == 38 * gib - RESERVE_BYTES
+
+
+@pytest.mark.parametrize("limits", [{"max_num_batched_tokens": 512}, {"max_num_batched_tokens": 70, "max_model_len": 30}])
+def test_the_largest_step_runs_in_the_blocks_of_the_trial(directory: Path, buffer: SharedBuffer, limits: dict[str, int]) -> None:
+    runner = ModelRunner(spec(directory, **limits, max_num_seqs=600), buffer.memory)
+    assert sum(runner._trial_counts()) == limits["max_num_batched_tokens"]
+    assert max(runner._trial_counts()) <= runner.ready.max_model_len
+    assert runner.ready.num_blocks >= runner._num_trial_blocks()
+    runner.run_largest_step()
+
+
+def test_recorded_steps_give_the_tokens_of_eager_ones(directory: Path, buffer: SharedBuffer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", fake_flash_attn)
+    monkeypatch.setattr("mmserve.worker.model_runner.attention_for", lambda shape: FlashAttention)
+    plain = spec(directory, block_size=256, dtype="bfloat16", kv_cache_memory_bytes=8 * 2**20, max_num_seqs=4)
+    eager, recorded = ModelRunner(plain, buffer.memory), ModelRunner(plain, buffer.memory)
+    recorder = FakeRecorder()
+    recorded.record_graphs(recorder)
+    sampling = RowSampling(temperature=0.8, seed=3)
+    assert generate(recorded, PROMPT, 8, sampling) == generate(eager, PROMPT, 8, sampling)
+    assert len(recorder.replayed) == 7  # all but the prefill
+
+
 def test_a_warm_up_that_is_not_finite_refuses_to_start(directory: Path, buffer: SharedBuffer) -> None:
     runner = ModelRunner(spec(directory), buffer.memory)
     runner._decoder._norm.fill_(float("nan"))
@@ -222,5 +253,5 @@ def test_a_warm_up_that_is_not_finite_refuses_to_start(directory: Path, buffer: 
 
 def test_positions_of_several_axes_are_refused(runner: ModelRunner) -> None:
     plan = step_plan([Row(PROMPT, [1, 2])], runner.ready.block_size)
-    with pytest.raises(ValueError, match="one position axis"):
+    with pytest.raises(ValueError, match="3 position axes for a decoder of 1"):
         runner.run(dataclasses.replace(plan, positions=np.repeat(plan.positions, 3, axis=0)))

@@ -17,6 +17,17 @@ def tensor_in(memory: SharedMemory, where: BufferSlice) -> torch.Tensor:
     return tensor.view(torch.bfloat16) if where.dtype == "bfloat16" else tensor
 
 
+def pin(memory: SharedMemory, device: torch.device) -> None:
+    """Lock the mapping's pages, so that a GPU copies from them by itself while the CPU goes on.  Raises RuntimeError if it can't."""
+    if device.type != "cuda":
+        return
+    address = memory.array(BufferSlice(0, (memory.num_bytes,), "uint8")).ctypes.data
+    with torch.cuda.device(device):
+        error = torch.cuda.cudart().cudaHostRegister(address, memory.num_bytes, 0)
+    if error.value != 0:
+        raise RuntimeError(f"can't lock {memory.num_bytes} bytes of shared memory for {device}: {error}; see --shared-buffer-bytes")
+
+
 def set_num_threads(count: int) -> None:
     torch.set_num_threads(max(1, count))
     torch.set_num_interop_threads(1)

@@ -2,44 +2,60 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 
 import numpy as np
 import torch
 
+from mmserve.models.attention import AttentionShape, attention_for
 from mmserve.models.decoder import Decoder
-from mmserve.models.paged_attention import PagedAttention
+from mmserve.models.flash_attention import FlashAttention
 from mmserve.plan import DecoderReady, DecoderWorkerSpec, RowSampling, SampledToken, StepFailed, StepPlan, StepResult
 from mmserve.shared_buffer import SharedMemory
-from mmserve.worker.device import is_out_of_memory, release_memory, tensor_in
+from mmserve.worker import kv_budget, trial_steps
+from mmserve.worker.cuda_graphs import CudaRecorder, DecodeGraphs, Recorder
+from mmserve.worker.device import is_out_of_memory, pin, release_memory, tensor_in
 from mmserve.worker.sampler import sample
 
 log = logging.getLogger(__name__)
 
-_CUDA_RESERVE_BYTES = 256 * 2**20  # beyond what the warm-up step took: fragmentation, larger graphs of kernels
+# Asks for nearly all tokens, so that all must be sorted: the most that sampling ever allocates.
+_DEAREST_SAMPLING = RowSampling(temperature=1.0, min_p=1e-30, top_p=0.999999)
 
 
 class ModelRunner:
-    """Owns the weights and the KV pool of one decoder worker."""
+    """Owns the weights and the KV pool of one decoder worker, or one rank's share of them."""
 
     def __init__(self, spec: DecoderWorkerSpec, memory: SharedMemory) -> None:
+        self._spec = spec
         self._memory = memory
         self._device = torch.device(spec.device)
         self._dtype = getattr(torch, spec.dtype)
-        self._decoder = Decoder.load(spec.directory, self._device, self._dtype)
+        pin(memory, self._device)
+        self._decoder = Decoder.load(spec.directory, self._device, self._dtype, config=spec.config, names=spec.names)
         config = self._decoder.config
+        self._num_axes = 3 if config.rope.sections else 1
         self._max_model_len = min(spec.max_model_len, config.max_position_embeddings)
-        self._attention = PagedAttention(
-            num_layers=config.num_layers,
-            num_blocks=self._count_blocks(spec),
-            block_size=spec.block_size,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
+        shape = AttentionShape(
+            windows=config.windows,
+            num_heads=self._decoder.num_local_heads,
+            num_kv_heads=self._decoder.num_local_kv_heads,
             head_dim=config.head_dim,
+            num_blocks=self._num_trial_blocks(),
+            block_size=spec.block_size,
             device=self._device,
             dtype=self._dtype,
         )
+        make_attention = attention_for(shape)
+        self._graphs: DecodeGraphs | None = None
+        self._attention = make_attention(shape)
+        budget = kv_budget.budget_bytes(spec, self._device, self.run_largest_step)
+        num_blocks = kv_budget.num_blocks(
+            budget, shape.block_bytes, shape.block_size, max_num_seqs=spec.max_num_seqs, max_model_len=self._max_model_len
+        )
+        self._attention = make_attention(dataclasses.replace(shape, num_blocks=num_blocks))
 
     @property
     def ready(self) -> DecoderReady:
@@ -53,20 +69,39 @@ class ModelRunner:
         )
 
     def warm_up(self) -> None:
-        """A prefill, then a decode of two rows: every kernel of a later step has run.  Raises RuntimeError if a logit isn't finite."""
+        """A prefill, then a decode of two rows: every kernel of a later step has run.  Raises RuntimeError if a logit isn't finite.
+
+        On a GPU with flash-attn decode steps are recorded first.
+        """
+        if self._device.type == "cuda":
+            self.record_graphs(CudaRecorder(self._device))
         block_size = self._attention.block_size
         count = min(block_size, 8)
-        prefill = _dummy_plan(np.array([0, count], np.int32), np.array([count], np.int32), np.zeros((1, 1), np.int32), block_size)
         tables = np.array([[0], [min(1, self._attention.num_blocks - 1)]], np.int32)
-        decode = _dummy_plan(np.array([0, 1, 2], np.int32), np.array([count, 1], np.int32), tables, block_size)
-        for plan in (prefill, decode):
+        for plan in (trial_steps.prefill([count], block_size), trial_steps.decode([count, 1], tables, block_size)):
             result = self.run(plan)
             if isinstance(result, StepFailed) or result.failed_rows:
                 raise RuntimeError(f"the warm-up step failed: {result}")
 
+    def record_graphs(self, recorder: Recorder) -> None:
+        """Only flash-attn's kernels can be replayed: the others' shapes follow the longest context."""
+        if isinstance(self._attention, FlashAttention):
+            max_blocks = -(-self._max_model_len // self._attention.block_size)
+            max_rows = min(self._spec.max_num_seqs, self._spec.max_num_batched_tokens)
+            graphs = DecodeGraphs(self._decoder, self._attention, max_rows=max_rows, max_blocks=max_blocks, num_axes=self._num_axes)
+            graphs.record(recorder)
+            self._graphs = graphs
+
+    @torch.inference_mode()
+    def run_largest_step(self) -> None:
+        """As many tokens as a step may have, and as many logits, drawn from in the dearest way."""
+        hidden = self._hidden(trial_steps.prefill(self._trial_counts(), self._attention.block_size))
+        last = torch.arange(self._spec.max_num_seqs, device=self._device) % len(hidden)
+        sample(self._decoder.logits(hidden[last]), [_DEAREST_SAMPLING] * len(last))
+
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult | StepFailed:
-        """Out of memory is a result; any other fault is the end of this worker."""
+        """Out of memory is a result; any other fault is the end of this worker: a GPU that failed once fails for ever."""
         started = time.perf_counter()
         try:
             tokens, failed = self._run(plan)
@@ -80,22 +115,32 @@ class ModelRunner:
 
     def _run(self, plan: StepPlan) -> tuple[tuple[SampledToken | None, ...], tuple[int, ...]]:
         self._attention.copy_blocks(plan.copies)
-        attention_plan = self._attention.plan(plan)
-        hidden = self._decoder.forward(self._embed(plan), self._positions(plan), self._attention, attention_plan)
-        failed = self._failed_rows(plan, hidden)
-        if failed:
-            self._wipe(plan, failed)
-        wanting = np.flatnonzero(plan.wants_token)
+        hidden = self._hidden(plan)
+        is_finite = hidden.isfinite().all(dim=-1)  # still on the device: drawing tokens is the first that waits for it
         tokens: list[SampledToken | None] = [None] * len(plan.seq_ids)
+        wanting = np.flatnonzero(plan.wants_token)
         if len(wanting):
             last = torch.from_numpy(plan.query_starts[wanting + 1].astype(np.int64) - 1).to(self._device)
             drawn = sample(self._decoder.logits(hidden[last]), [_sampling(plan, row) for row in wanting.tolist()])
             for row, token in zip(wanting.tolist(), drawn, strict=True):
-                if token is None:
-                    failed.add(row)
-                elif row not in failed:
-                    tokens[row] = token
+                tokens[row] = token
+        failed = _rows_of(plan, np.flatnonzero(~is_finite.cpu().numpy()))
+        for row in failed:
+            tokens[row] = None
+            self._attention.wipe(plan.slot_mapping[plan.query_starts[row] : plan.query_starts[row + 1]])
+        failed |= {row for row in wanting.tolist() if tokens[row] is None}
         return tuple(tokens), tuple(sorted(failed))
+
+    def _hidden(self, plan: StepPlan) -> torch.Tensor:
+        """[T, H], after the final norm."""
+        if len(plan.positions) not in (1, self._num_axes):
+            raise ValueError(f"{len(plan.positions)} position axes for a decoder of {self._num_axes}")
+        if self._graphs is not None and self._graphs.can_run(plan):
+            return self._graphs.run(plan)
+        positions = torch.from_numpy(plan.positions.astype(np.int64)).to(self._device)
+        if len(positions) == 1:
+            positions = positions[0]
+        return self._decoder.forward(self._embed(plan), positions, self._attention, self._attention.plan(plan))
 
     def _embed(self, plan: StepPlan) -> torch.Tensor:
         """[T, H]: the table's rows, and the encoders' in the place of media."""
@@ -105,39 +150,22 @@ class ModelRunner:
         hidden = self._decoder.embed(torch.from_numpy(ids).to(self._device))
         for media in plan.media:
             rows = tensor_in(self._memory, media.rows)[media.row_start : media.row_start + media.num_rows]
-            hidden[media.token_start : media.token_start + media.num_rows] = rows.to(self._device, self._dtype)
+            # Main keeps the rows in place until this step has been answered.
+            hidden[media.token_start : media.token_start + media.num_rows].copy_(rows, non_blocking=True)
         return hidden
 
-    def _positions(self, plan: StepPlan) -> torch.Tensor:
-        if len(plan.positions) != 1:
-            raise ValueError(f"this decoder has one position axis, got {len(plan.positions)}")
-        return torch.from_numpy(plan.positions[0].astype(np.int64)).to(self._device)
+    def _trial_counts(self) -> list[int]:
+        """Prompts, as long as they may be, that fill a step."""
+        whole, rest = divmod(self._spec.max_num_batched_tokens, self._max_model_len)
+        return [self._max_model_len] * whole + ([rest] if rest else [])
 
-    def _failed_rows(self, plan: StepPlan, hidden: torch.Tensor) -> set[int]:
-        """Rows with a token that isn't finite, be it in the middle of a prompt: its keys must never be shared."""
-        is_finite = hidden.isfinite()
-        if bool(is_finite.all()):
-            return set()
-        bad = np.flatnonzero(~is_finite.all(dim=-1).cpu().numpy())
-        return set((np.searchsorted(plan.query_starts, bad, side="right") - 1).tolist())
+    def _num_trial_blocks(self) -> int:
+        return sum(-(-count // self._spec.block_size) for count in self._trial_counts())
 
-    def _wipe(self, plan: StepPlan, rows: set[int]) -> None:
-        for row in rows:
-            slots = plan.slot_mapping[plan.query_starts[row] : plan.query_starts[row + 1]]
-            self._attention.wipe(torch.from_numpy(slots.astype(np.int64)).to(self._device))
 
-    def _count_blocks(self, spec: DecoderWorkerSpec) -> int:
-        block_bytes = self._decoder.config.kv_bytes_per_token * self._dtype.itemsize * spec.block_size
-        budget = spec.kv_cache_memory_bytes
-        if self._device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(self._device)
-            budget = int(free - total * (1 - spec.gpu_memory_utilization)) - _CUDA_RESERVE_BYTES
-        # More than all sequences at full length could never be held.
-        useful = spec.max_num_seqs * -(-self._max_model_len // spec.block_size)
-        num_blocks = min(budget // block_bytes, useful)
-        if num_blocks < 2:
-            raise ValueError(f"a KV cache of {budget} bytes has no room for two blocks of {block_bytes} bytes")
-        return num_blocks
+def _rows_of(plan: StepPlan, tokens: np.ndarray) -> set[int]:
+    """Rows with one of these tokens, be it in the middle of a prompt: its keys must never be shared."""
+    return set((np.searchsorted(plan.query_starts, tokens, side="right") - 1).tolist())
 
 
 def _sampling(plan: StepPlan, row: int) -> RowSampling:
@@ -145,23 +173,3 @@ def _sampling(plan: StepPlan, row: int) -> RowSampling:
     if sampling is None:
         raise ValueError(f"row {row} wants a token and has no sampling")
     return sampling
-
-
-def _dummy_plan(query_starts: np.ndarray, context_lens: np.ndarray, tables: np.ndarray, block_size: int) -> StepPlan:
-    """Rows of token 0 at the end of their contexts."""
-    counts = np.diff(query_starts)
-    positions = np.concatenate([np.arange(stop - count, stop) for count, stop in zip(counts, context_lens, strict=True)])
-    rows = np.repeat(np.arange(len(counts)), counts)
-    slots = tables[rows, positions // block_size] * block_size + positions % block_size
-    return StepPlan(
-        step_id=0,
-        seq_ids=tuple(range(len(counts))),
-        token_ids=np.zeros(len(positions), np.int32),
-        positions=positions[None].astype(np.int32),
-        slot_mapping=slots.astype(np.int32),
-        query_starts=query_starts,
-        context_lens=context_lens,
-        block_tables=tables,
-        wants_token=np.ones(len(counts), np.bool_),
-        sampling=(RowSampling(),) * len(counts),
-    )
