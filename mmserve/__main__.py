@@ -10,6 +10,7 @@ from importlib import metadata
 
 COMMANDS = {
     "serve": "serve a model over HTTP (the default command)",
+    "check": "say what a model directory is, whether it loads, and what it needs",
     "chat": "talk to a running server in the terminal",
 }
 _DEFAULT = "serve"

@@ -53,6 +53,12 @@ class DecoderSpec:
     def max_model_len(self) -> int:
         return int(self.config["max_position_embeddings"])
 
+    @property
+    def kv_elements_per_token(self) -> int:
+        """Numbers that the KV cache keeps of one token: keys and values of every layer."""
+        heads = int(self.config["num_key_value_heads"]) * int(self.config["head_dim"])
+        return 2 * int(self.config["num_hidden_layers"]) * heads
+
 
 @dataclass(frozen=True)
 class EncoderSpec:
