@@ -26,8 +26,8 @@ class ConfigError(MmserveError):
     """A setting is unknown or out of range.  Seen by whoever starts the server, never by a client."""
 
 
-def option(default: Any, help: str, *, choices: tuple[str, ...] | None = None) -> Any:
-    return field(default=default, metadata={"help": help, "choices": choices})
+def option(default: Any, help: str, *, choices: tuple[str, ...] | None = None, short: str | None = None) -> Any:
+    return field(default=default, metadata={"help": help, "choices": choices, "short": short})
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,12 @@ class ModelConfig:
     device: str = option("auto", "where workers run", choices=("auto", "cpu", "cuda"))
     dtype: str = option("auto", "weights and KV cache", choices=("auto", "float32", "bfloat16", "float16"))
     seed: int = option(0, "default sampling seed for requests that give none is drawn from this")
-    small_devices: str = option("0", "devices of the small decoder, one replica each: 2,3 or 4-7; on the CPU, how many replicas")
-    large_devices: str = option("0", "devices of the large decoder")
+    tensor_parallel_size: int = option(1, "devices that share each replica of the large decoder, or of the only one", short="-tp")
+    small_tensor_parallel_size: int = option(1, "the same for the small decoder beside a large one")
+    small_devices: str | None = option(
+        None, "devices of the small decoder: 2,3 or 4-7; on the CPU only their number counts; one replica by default"
+    )
+    large_devices: str | None = option(None, "devices of the large decoder")
     vision_devices: str = option("0", "devices of the vision encoder")
     audio_devices: str = option("0", "devices of the audio encoder")
     worker_threads: int = option(0, "compute threads of each worker on the CPU; 0: the cores shared out")
@@ -108,6 +112,7 @@ class Flag:
     default: Any
     help: str
     choices: tuple[str, ...] | None
+    short: str | None
 
     @property
     def key(self) -> str:
@@ -121,8 +126,9 @@ def flags() -> Iterator[Flag]:
         hints = typing.get_type_hints(owner)
         for item in dataclasses.fields(owner):
             yield Flag(
-                section.name, item.name, _plain(hints[item.name]), item.default, item.metadata.get("help", ""), item.metadata.get("choices")
-            )
+                section.name, item.name, _plain(hints[item.name]), item.default,
+                item.metadata.get("help", ""), item.metadata.get("choices"), item.metadata.get("short"),
+            )  # fmt: skip
 
 
 def from_mapping(values: Mapping[str, Any]) -> Config:
@@ -150,6 +156,21 @@ def parse_devices(text: str) -> tuple[int, ...]:
     if not devices or len(set(devices)) != len(devices):
         raise ConfigError(f"devices must be distinct and at least one, got {text!r}")
     return tuple(devices)
+
+
+def device_names(text: str, device: str) -> tuple[str, ...]:
+    """`2,3` on CUDA is cuda:2 and cuda:3; on the CPU it's two workers that share it."""
+    return tuple("cpu" if device == "cpu" else f"cuda:{index}" for index in parse_devices(text))
+
+
+def replica_devices(text: str | None, device: str, num_ranks: int, key: str) -> tuple[tuple[str, ...], ...]:
+    """Devices of each replica's ranks: `2-5` with two ranks each is (cuda:2, cuda:3) and (cuda:4, cuda:5).  Raises ConfigError."""
+    if num_ranks < 1:
+        raise ConfigError(f"a replica has at least one rank, got {num_ranks}", param=key)
+    names = device_names(text or f"0-{num_ranks - 1}", device)
+    if len(names) % num_ranks:
+        raise ConfigError(f"{key} must name a multiple of {num_ranks} devices, as many as share a replica; got {len(names)}", param=key)
+    return tuple(names[i : i + num_ranks] for i in range(0, len(names), num_ranks))
 
 
 def kv_block_size(wanted: int, device: str, dtype: str) -> int:

@@ -9,14 +9,15 @@ from collections.abc import Callable
 from mmserve.errors import MmserveError, Overloaded, WorkerLost
 from mmserve.media import MediaSpan
 from mmserve.metrics import Metrics
-from mmserve.plan import DecoderReady, DecoderWorkerSpec
+from mmserve.plan import DecoderReady, DecoderWorkerSpec, Rank
 from mmserve.replica import Replica, Rows
 from mmserve.scheduler.admission import Admission
 from mmserve.scheduler.placement import Candidate, place
 from mmserve.scheduler.scheduler import SchedulerLimits, TokenUpdate
 from mmserve.scheduler.sequence import Sequence
 from mmserve.shared_buffer import SharedMemory
-from mmserve.supervisor import Supervisor, Worker, alone
+from mmserve.supervisor import Supervisor, Worker
+from mmserve.transport import Rendezvous
 
 log = logging.getLogger(__name__)
 
@@ -24,11 +25,11 @@ MAX_WORKER_DEATHS = 3  # aboard this many dying workers, a sequence is more like
 
 
 class DecoderGroup:
-    """Sequences go in by `add` and come out only by finishing, `abort`, or `lost`."""
+    """Sequences go in by `add` and come out only by finishing, `abort`, or `lost`.  `replicas` gives the ranks of each."""
 
     def __init__(
         self,
-        specs: tuple[DecoderWorkerSpec, ...],
+        replicas: tuple[tuple[DecoderWorkerSpec, ...], ...],
         memory: SharedMemory,
         limits: SchedulerLimits,
         rows: Rows,
@@ -41,7 +42,7 @@ class DecoderGroup:
         lost: Callable[[Sequence, MmserveError], None],
         on_restart: Callable[[str], None],
     ) -> None:
-        self.name = specs[0].name
+        self.name = replicas[0][0].name
         self._limits = limits
         self._rows = rows
         self._metrics = metrics
@@ -55,9 +56,10 @@ class DecoderGroup:
         self._home: dict[int, Replica] = {}  # seq_id -> where it was placed last
         self._admission: Admission | None = None  # known once the first worker said how much it holds
         target = "mmserve.worker.main:run_decoder"
+        self._rendezvous: list[Rendezvous] = []
         self.supervisors = [
-            Supervisor(f"{self.name}-decoder-{i}", target, alone(spec, memory), self._serve, on_restart=on_restart)
-            for i, spec in enumerate(specs)
+            Supervisor(f"{self.name}-decoder-{i}", target, self._args_of_ranks(ranks, memory), self._serve, on_restart=on_restart)
+            for i, ranks in enumerate(replicas)
         ]
 
     @property
@@ -66,6 +68,8 @@ class DecoderGroup:
 
     async def close(self) -> None:
         await asyncio.gather(*(supervisor.close() for supervisor in self.supervisors))
+        for rendezvous in self._rendezvous:
+            rendezvous.close()
 
     def check(self, num_prompt: int, max_tokens: int | None, num_sequences: int) -> int:
         """Most tokens, prompt and answer, that each sequence may reach.  Raises the error of whatever limit it would break."""
@@ -95,6 +99,18 @@ class DecoderGroup:
         """Rows that this sequence waits for have landed."""
         if seq_id in self._home:
             self._home[seq_id].wake()
+
+    def _args_of_ranks(self, ranks: tuple[DecoderWorkerSpec, ...], memory: SharedMemory) -> Callable[[], list[tuple[object, ...]]]:
+        if len(ranks) == 1:
+            return lambda: [(ranks[0], memory)]
+        rendezvous = Rendezvous()
+        self._rendezvous.append(rendezvous)
+
+        def new_life() -> list[tuple[object, ...]]:
+            rendezvous.renew()
+            return [(spec, memory, Rank(i, len(ranks), rendezvous)) for i, spec in enumerate(ranks)]
+
+        return new_life
 
     async def _serve(self, worker: Worker, ready: DecoderReady) -> None:
         """One worker's life, start to WorkerDied."""

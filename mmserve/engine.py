@@ -18,14 +18,14 @@ from typing import Self
 
 from mmserve.active_request import ActiveRequest, new_choice, record_timings, take_token
 from mmserve.composition import load_composition
-from mmserve.config import Config, ConfigError, kv_block_size
+from mmserve.config import Config, ConfigError, device_names, kv_block_size, replica_devices
 from mmserve.decoder_group import DecoderGroup
 from mmserve.encoders.embedding_cache import CacheEvent
 from mmserve.errors import MmserveError, Overloaded
 from mmserve.ledger import CacheDropped, Ledger, RequestRow
 from mmserve.ledger import CacheEvent as CacheRow
 from mmserve.media import MediaKind, MediaLimits, MediaSpan, PreparedMedia
-from mmserve.media_service import MediaService, device_names
+from mmserve.media_service import MediaService
 from mmserve.metrics import Metrics
 from mmserve.modality_router import Route, route
 from mmserve.model_router import ModelChoice, choose_model
@@ -103,11 +103,9 @@ class AsyncEngine:
             }
             await stack.enter_async_context(self._media.running(devices, num_threads))
             self._groups = {}
-            for name, devices_text in (("small", model.small_devices), ("large", model.large_devices)):
-                if name in self.composition.decoders:
-                    group = self._make_group(name, device_names(devices_text, device), dtype, num_threads, buffer)
-                    self._groups[name] = group
-                    stack.push_async_callback(group.close)
+            for name in self.composition.decoders:
+                group = self._groups[name] = self._make_group(name, device, dtype, num_threads, buffer)
+                stack.push_async_callback(group.close)
             stack.push_async_callback(self._end_everything)
             supervisors = [*self._media.supervisors, *(s for group in self._groups.values() for s in group.supervisors)]
             await asyncio.gather(*(supervisor.first_ready() for supervisor in supervisors))
@@ -378,10 +376,14 @@ class AsyncEngine:
             await asyncio.sleep(LAG_INTERVAL_S)
             self.metrics.event_loop_lag_seconds.observe(max(0.0, time.monotonic() - due))
 
-    def _make_group(self, name: str, devices: tuple[str, ...], dtype: str, num_threads: int, buffer: SharedBuffer) -> DecoderGroup:
-        scheduler, decoder = self.config.scheduler, self.composition.decoders[name]
-        specs = tuple(
-            DecoderWorkerSpec(
+    def _make_group(self, name: str, device: str, dtype: str, num_threads: int, buffer: SharedBuffer) -> DecoderGroup:
+        model, scheduler, decoder = self.config.model, self.config.scheduler, self.composition.decoders[name]
+        is_beside_large = name == "small" and "large" in self.composition.decoders
+        num_ranks = model.small_tensor_parallel_size if is_beside_large else model.tensor_parallel_size
+        devices_text = model.small_devices if name == "small" else model.large_devices
+
+        def spec(device: str) -> DecoderWorkerSpec:
+            return DecoderWorkerSpec(
                 name=name,
                 directory=decoder.weights.path,
                 device=device,
@@ -396,10 +398,10 @@ class AsyncEngine:
                 config=decoder.config,
                 names=decoder.weights.names,
             )
-            for device in devices
-        )
+
+        replicas = replica_devices(devices_text, device, num_ranks, f"{name}-devices")
         return DecoderGroup(
-            specs,
+            tuple(tuple(map(spec, ranks)) for ranks in replicas),
             buffer.memory,
             SchedulerLimits(self.max_model_len, scheduler.max_num_seqs, scheduler.max_num_batched_tokens),
             self._media.cache,

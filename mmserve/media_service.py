@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from mmserve.composition import Composition
-from mmserve.config import Config, parse_devices
+from mmserve.config import Config
 from mmserve.encoders.decode_process import DecodeProcesses
 from mmserve.encoders.disk_tier import DiskTier
 from mmserve.encoders.embedding_cache import CacheEvent, EmbeddingCache
@@ -245,8 +245,3 @@ class MediaService:
             window_s=self._config.encoder.micro_batch_window_ms / 1e3,
             max_batch=max_batch,
         )
-
-
-def device_names(text: str, device: str) -> tuple[str, ...]:
-    """`2,3` on CUDA is cuda:2 and cuda:3; on the CPU it's two workers that share it."""
-    return tuple("cpu" if device == "cpu" else f"cuda:{index}" for index in parse_devices(text))

@@ -16,6 +16,7 @@ import numpy as np
 from mmserve.composition import AS_WRITTEN, EncoderSpec, WeightNames
 from mmserve.media import MediaKind
 from mmserve.shared_buffer import BufferSlice
+from mmserve.transport import Rendezvous
 
 
 class RowSampling(NamedTuple):
@@ -118,6 +119,15 @@ class DecoderWorkerSpec:
     gpu_memory_utilization: float
     config: Mapping[str, Any] | None = None  # the decoder's own, complete; None: the directory's config.json
     names: WeightNames = AS_WRITTEN  # name of a tensor in the files -> Llama's name, None for another part's
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """A process's place in its tensor-parallel group."""
+
+    rank: int
+    size: int
+    rendezvous: Rendezvous
 
 
 @dataclass(frozen=True, slots=True)

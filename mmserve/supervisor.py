@@ -183,6 +183,11 @@ class Supervisor:
     def pid(self) -> int | None:
         return self._worker.pid if self._worker is not None else None
 
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of all ranks."""
+        return self._worker.pids if self._worker is not None else ()
+
     async def first_ready(self) -> None:
         """Raises WorkerFailedToStart if the first life ends before it is ready."""
         await asyncio.shield(self._first_ready)

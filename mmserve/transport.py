@@ -6,9 +6,11 @@ Pickle is safe here and only here: both ends are our own processes and the socke
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
 import socket
 import struct
+from multiprocessing import reduction
 from typing import Any
 
 from mmserve.errors import WorkerDied
@@ -83,3 +85,32 @@ class WorkerChannel:
                 raise EOFError("main closed the channel")
             view = view[received:]
         return data
+
+
+class Rendezvous:
+    """A file without a name in which the ranks of a tensor-parallel group find one another (torch.distributed's FileStore).
+
+    Passed to processes at spawn, like the shared buffer; gone with the last of them.
+    """
+
+    def __init__(self, fd: int | None = None) -> None:
+        self._fd = os.memfd_create("mmserve-ranks", os.MFD_CLOEXEC) if fd is None else fd
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_attach, (reduction.DupFd(self._fd),))
+
+    @property
+    def path(self) -> str:
+        """To be opened by this process while the object lives."""
+        return f"/proc/self/fd/{self._fd}"
+
+    def renew(self) -> None:
+        """Forget what the ranks of an earlier life, which must be over, have written."""
+        os.ftruncate(self._fd, 0)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def _attach(fd: Any) -> Rendezvous:
+    return Rendezvous(fd.detach())

@@ -61,8 +61,8 @@ def _add_flag(group: argparse._ArgumentGroup, flag: Flag) -> None:
         group.add_argument(name, action=action, default=argparse.SUPPRESS, help=help)
     else:
         group.add_argument(
-            name, type=flag.type, choices=flag.choices, metavar=None if flag.choices else flag.type.__name__.upper(),
-            default=argparse.SUPPRESS, help=help + default,
+            *filter(None, (flag.short, name)), type=flag.type, choices=flag.choices,
+            metavar=None if flag.choices else flag.type.__name__.upper(), default=argparse.SUPPRESS, help=help + default,
         )  # fmt: skip
 
 

@@ -5,10 +5,12 @@ The decoder turns pictures by this same number, so that counts and pixels can't 
 
 from __future__ import annotations
 
+import re
 import struct
 
 _TAG = 0x0112  # Orientation
 _MAX_STEPS = 4096  # segments, chunks or entries walked
+_FILL = re.compile(rb"\xff+")
 _SHORT = 3  # TIFF's type of a 16-bit number
 
 
@@ -41,10 +43,10 @@ def _parse_tiff(block: bytes) -> int | None:
 def _jpeg_block(data: bytes) -> bytes | None:
     position = 2
     for _ in range(_MAX_STEPS):
-        while data[position] == 0xFF and data[position + 1] == 0xFF:  # fill
-            position += 1
-        marker = data[position + 1]
-        position += 2
+        fill = _FILL.match(data, position)
+        if fill is None:
+            return None
+        marker, position = data[fill.end()], fill.end() + 1
         if marker in (0xD8, 0x01) or 0xD0 <= marker <= 0xD7:  # these stand alone
             continue
         if marker in (0xD9, 0xDA):

@@ -35,7 +35,11 @@ class VisionTower:
                 f"the tower makes {num_rows} rows of {config.image_size} pixels, the composition says {expected} of {spec.fit.side}"
             )
         self._fit = spec.fit
-        self._layers = spec.feature_layers
+        depth = config.num_hidden_layers
+        if not all(-depth - 1 <= layer <= depth for layer in spec.feature_layers):
+            raise BadCheckpoint(f"feature layers {list(spec.feature_layers)} of a tower of {depth} layers")
+        self._layers = [layer % (depth + 1) for layer in spec.feature_layers]
+        del self._tower.encoder.layers[max(self._layers) :]  # nobody reads what comes out of them
         self._device = device
         self._dtype = dtype
         self._projectors = {

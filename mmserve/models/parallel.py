@@ -6,10 +6,13 @@ that crosses (Shoeybi et al., "Megatron-LM").  The process group is torch.distri
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+
+from mmserve.plan import Rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,5 +65,24 @@ class Shard:
         dist.all_gather(parts, columns)
         return torch.cat(parts, dim=1)[:, :count]
 
+    def least(self, count: int) -> int:
+        """The smallest count of all ranks."""
+        if self.size == 1:
+            return count
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        counts = torch.tensor([count], device=device)
+        dist.all_reduce(counts, dist.ReduceOp.MIN)
+        return int(counts.item())
+
 
 WHOLE = Shard(0, 1)
+
+
+def join_group(rank: Rank, device: torch.device) -> Shard:
+    """Meet the other ranks of this life on this machine, and return what this one holds."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # never a name to look up, never a network
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{rank.rendezvous.path}", rank=rank.rank, world_size=rank.size)
+    return Shard(rank.rank, rank.size)

@@ -145,7 +145,7 @@ class Rotary:
 
     def __init__(self, rope: Rope, head_dim: int, device: torch.device) -> None:
         self._rope = rope
-        self._exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim
+        self._exponents = (torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim).to(device)
         self._length = torch.tensor(rope.attention_factor, device=device)
         axes = [axis for axis, count in enumerate(rope.sections) for _ in range(count)]
         self._axes = torch.tensor(axes, dtype=torch.int64, device=device)  # [D/2], the axis that a pair follows

@@ -16,6 +16,7 @@ from mmserve.composition.weights import AS_WRITTEN, BadModel, TensorHeader, tens
 from mmserve.models.parallel import WHOLE, Shard
 
 META = torch.device("meta")  # a checkpoint for it is checked, and not read
+_PIECE_BYTES = 16 * 2**20  # read through one mapping
 _FLOATING = ("F64", "F32", "F16", "BF16")  # other numbers are quantised and mean nothing without their scales
 
 
@@ -80,13 +81,8 @@ class Checkpoint:
         elif header.dtype not in _FLOATING:
             self._problems.append(f"{name} holds {header.dtype}, expected one of {', '.join(_FLOATING)}")
         elif not target.is_meta:
-            with safe_open(str(header.file), framework="pt") as file:
-                if shard.size == 1:
-                    source = file.get_tensor(written)
-                else:
-                    part = shard.part(shape[dim])
-                    source = file.get_slice(written)[(slice(None),) * dim + (part,)]
-                target.copy_(source.reshape(target.shape))
+            part = tuple(shard.part(count) if i == dim else slice(0, count) for i, count in enumerate(shape))
+            _copy(header.file, written, part, target)
             self._advance(header)
 
     def drop(self, name: str) -> None:
@@ -104,3 +100,20 @@ class Checkpoint:
         self._num_done += header.stop - header.start
         if self._on_progress is not None:
             self._on_progress(self._num_done, self._num_bytes)
+
+
+def _copy(file: Path, name: str, part: tuple[slice, ...], target: torch.Tensor) -> None:
+    """`part` of a tensor into one of the same elements, whose first dimension divides the part's; piece by piece."""
+    if not part:
+        with safe_open(str(file), framework="pt") as mapped:
+            target.copy_(mapped.get_tensor(name))
+        return
+    rows, *rest = part
+    rows_each = (rows.stop - rows.start) // max(len(target), 1)
+    step = max(1, _PIECE_BYTES * len(target) // max(target.nbytes, 1))
+    for start in range(0, len(target), step):
+        piece = target[start : start + step]
+        first = rows.start + start * rows_each
+        with safe_open(str(file), framework="pt") as mapped:
+            source = mapped.get_slice(name)[(slice(first, first + len(piece) * rows_each), *rest)]
+            piece.copy_(source.reshape(piece.shape))

@@ -15,19 +15,22 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from mmserve.plan import DecoderWorkerSpec, EncoderWorkerSpec, Shutdown
+from mmserve.plan import DecoderWorkerSpec, EncoderWorkerSpec, Rank, Shutdown
 from mmserve.shared_buffer import SharedMemory
 from mmserve.transport import WorkerChannel
 
 log = logging.getLogger(__name__)
 
 
-def run_decoder(end: socket.socket, spec: DecoderWorkerSpec, memory: SharedMemory) -> None:
-    """Load, warm up, report DecoderReady, then answer each StepPlan until Shutdown or until main is gone."""
-    _prepare_process(f"decoder-{spec.name}", spec.num_threads)
+def run_decoder(end: socket.socket, spec: DecoderWorkerSpec, memory: SharedMemory, rank: Rank | None = None) -> None:
+    """Load, warm up, report DecoderReady, then answer each StepPlan until Shutdown or until main is gone.
+
+    With a `rank` it is one of several that hold the decoder together and are sent the same plans.
+    """
+    _prepare_process(f"decoder-{spec.name}" + (f"-rank-{rank.rank}" if rank else ""), spec.num_threads)
     from mmserve.worker.decoder_worker import start_decoder
 
-    _live(end, lambda: start_decoder(spec, memory))
+    _live(end, lambda: start_decoder(spec, memory, rank))
 
 
 def run_encoder(end: socket.socket, spec: EncoderWorkerSpec, memory: SharedMemory) -> None:

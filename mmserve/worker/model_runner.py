@@ -12,6 +12,7 @@ import torch
 from mmserve.models.attention import AttentionShape, attention_for
 from mmserve.models.decoder import Decoder
 from mmserve.models.flash_attention import FlashAttention
+from mmserve.models.parallel import WHOLE, Shard
 from mmserve.plan import DecoderReady, DecoderWorkerSpec, RowSampling, SampledToken, StepFailed, StepPlan, StepResult
 from mmserve.shared_buffer import SharedMemory
 from mmserve.worker import kv_budget, trial_steps
@@ -28,13 +29,14 @@ _DEAREST_SAMPLING = RowSampling(temperature=1.0, min_p=1e-30, top_p=0.999999)
 class ModelRunner:
     """Owns the weights and the KV pool of one decoder worker, or one rank's share of them."""
 
-    def __init__(self, spec: DecoderWorkerSpec, memory: SharedMemory) -> None:
+    def __init__(self, spec: DecoderWorkerSpec, memory: SharedMemory, shard: Shard = WHOLE) -> None:
+        self._shard = shard
         self._spec = spec
         self._memory = memory
         self._device = torch.device(spec.device)
         self._dtype = getattr(torch, spec.dtype)
         pin(memory, self._device)
-        self._decoder = Decoder.load(spec.directory, self._device, self._dtype, config=spec.config, names=spec.names)
+        self._decoder = Decoder.load(spec.directory, self._device, self._dtype, config=spec.config, names=spec.names, shard=shard)
         config = self._decoder.config
         self._num_axes = 3 if config.rope.sections else 1
         self._max_model_len = min(spec.max_model_len, config.max_position_embeddings)
@@ -55,7 +57,7 @@ class ModelRunner:
         num_blocks = kv_budget.num_blocks(
             budget, shape.block_bytes, shape.block_size, max_num_seqs=spec.max_num_seqs, max_model_len=self._max_model_len
         )
-        self._attention = make_attention(dataclasses.replace(shape, num_blocks=num_blocks))
+        self._attention = make_attention(dataclasses.replace(shape, num_blocks=shard.least(num_blocks)))
 
     @property
     def ready(self) -> DecoderReady:
@@ -106,7 +108,7 @@ class ModelRunner:
         try:
             tokens, failed = self._run(plan)
         except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
+            if not is_out_of_memory(error) or self._shard.size > 1:  # the other ranks wait in a collective: only a restart helps
                 raise
             release_memory(self._device)
             log.warning("step=%d rows=%d tokens=%d out of memory", plan.step_id, len(plan.seq_ids), len(plan.token_ids))

@@ -43,7 +43,7 @@ from scripts.tiny.symbolic import NUM_PATCHES
 SEED = 40
 WEIGHTS = {"single": 0.17, "pair": 0.28, "audio": 0.05, "spoken": 0.38, "both": 0.07, "text": 0.05}
 SYMBOLIC_SHARE = 0.15  # of the batches
-TEXT_FIRST_SHARE = 0.3
+TEXT_FIRST_SHARE = 0.6
 NUM_SYMBOLIC = (40, 80)
 LR = 0.003
 AVERAGE_DECAY = 0.99
