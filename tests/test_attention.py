@@ -15,7 +15,8 @@ import pytest
 import torch
 from step_plans import Row, num_blocks_for, step_plan
 
-from mmserve.models.attention import AttentionBackend, AttentionShape, attention_for, flash_obstacle
+from mmserve.models.attention import AttentionBackend, AttentionShape
+from mmserve.models.attention_choice import attention_for, flash_obstacle
 from mmserve.models.flash_attention import Decodes, FlashAttention, FlashPlan
 from mmserve.models.torch_attention import TorchAttention
 from mmserve.plan import BlockCopy
@@ -197,7 +198,7 @@ def test_any_schedule_on_either_backend_is_the_slow_way(world: World, seed: int)
 def test_what_flash_attn_cannot_do_is_said(
     changes: dict[str, object], capability: tuple[int, int], named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mmserve.models.attention.has_flash_attn", lambda: True)
+    monkeypatch.setattr("mmserve.models.attention_choice.has_flash_attn", lambda: True)
     obstacle = flash_obstacle(dataclasses.replace(shape(), **changes), capability)
     assert obstacle is not None
     assert named in obstacle
@@ -205,7 +206,7 @@ def test_what_flash_attn_cannot_do_is_said(
 
 
 def test_without_flash_attn_a_gpu_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mmserve.models.attention.has_flash_attn", lambda: False)
+    monkeypatch.setattr("mmserve.models.attention_choice.has_flash_attn", lambda: False)
     assert "pip install" in (flash_obstacle(shape(), (8, 0)) or "")
 
 

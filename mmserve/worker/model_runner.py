@@ -9,7 +9,8 @@ import time
 import numpy as np
 import torch
 
-from mmserve.models.attention import AttentionShape, attention_for
+from mmserve.models.attention import AttentionShape
+from mmserve.models.attention_choice import attention_for
 from mmserve.models.decoder import Decoder
 from mmserve.models.flash_attention import FlashAttention
 from mmserve.models.parallel import WHOLE, Shard

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from mmserve.config import FLASH_BLOCK_SIZE, TORCH_BLOCK_SIZE
-from mmserve.models.attention import AttentionBackend, AttentionShape, flash_obstacle
+from mmserve.models.attention import AttentionBackend, AttentionShape
+from mmserve.models.attention_choice import flash_obstacle
 from mmserve.models.decoder import Decoder
 from mmserve.models.flash_attention import FlashAttention
 from mmserve.models.torch_attention import TorchAttention
