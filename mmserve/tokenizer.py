@@ -17,7 +17,8 @@ from tokenizers import Tokenizer as _Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from mmserve.chat_template import MARK, ChatTemplate, Rendered
-from mmserve.composition import Composition, PromptFormat
+from mmserve.composition import BadModel, Composition, PromptFormat
+from mmserve.composition.files import read_text
 from mmserve.errors import BadRequest
 from mmserve.media import MediaItem, MediaKind
 from mmserve.request import ChatRequest
@@ -35,11 +36,10 @@ class Tokenizer:
     """One per decoder; decoders with the same prompts share it.  Thread-safe for reading."""
 
     def __init__(self, prompt: PromptFormat, placeholders: Placeholders) -> None:
-        """Raises BadModel when the chat template is damaged."""
+        """Raises BadModel when the tokenizer or the chat template is damaged."""
         self.prompt = prompt
         self.placeholders = placeholders
-        self._tokenizer = _Tokenizer.from_file(str(prompt.tokenizer_file))
-        self._plain = _load_plain(prompt.tokenizer_file, placeholders)
+        self._tokenizer, self._plain = _load(prompt.tokenizer_file, placeholders)
         self._template = None if prompt.chat_template is None else ChatTemplate(prompt.chat_template, prompt.special_tokens)
         self._bos_ids = self._find_bos()
         self._stand_ins: dict[str, str] = {}  # special token or placeholder -> what stands for it while a prompt is encoded
@@ -141,14 +141,18 @@ def load_tokenizers(composition: Composition) -> dict[str, Tokenizer]:
     return tokenizers
 
 
-def _load_plain(file: Path, placeholders: Placeholders) -> _Tokenizer:
-    """The tokenizer with special tokens off; a placeholder is one, whatever the file says, so that a typed one is ordinary text."""
-    data = json.loads(file.read_text(encoding="utf-8"))
-    for token in data.get("added_tokens", []):
-        token["special"] = token["special"] or token["content"] in placeholders
-    tokenizer = _Tokenizer.from_str(json.dumps(data))
-    tokenizer.encode_special_tokens = True  # "<|end|>" typed by a user is text
-    return tokenizer
+def _load(file: Path, placeholders: Placeholders) -> tuple[_Tokenizer, _Tokenizer]:
+    """As it is, and with special tokens off: "<|end|>" typed by a user is text.  So is a placeholder, whatever the file says it is."""
+    text = read_text(file)
+    try:
+        data = json.loads(text)
+        for token in data["added_tokens"]:
+            token["special"] = token["special"] or token["content"] in placeholders
+        whole, plain = _Tokenizer.from_str(text), _Tokenizer.from_str(json.dumps(data))
+    except Exception as error:  # the library raises nothing narrower
+        raise BadModel(f"{file} is damaged: {error}") from error
+    plain.encode_special_tokens = True
+    return whole, plain
 
 
 def _joined(pieces: Sequence[int | MediaItem]) -> list[Piece]:

@@ -152,6 +152,13 @@ def test_a_template_may_refuse() -> None:
         template.render([Message("user", ("hi",))])
 
 
+@pytest.mark.parametrize("content", ["", "[]", '{"model": {}, "added_tokens": []}'])
+def test_a_damaged_tokenizer_is_found_at_the_start(content: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(BadModel, match=r"tokenizer\.json is damaged"):
+        ours(tmp_path)
+
+
 def test_a_damaged_template_is_found_at_the_start() -> None:
     with pytest.raises(BadModel, match="damaged in line 2"):
         ChatTemplate("{% for m in messages %}\n{{ m.content }", {})

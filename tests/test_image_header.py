@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mmserve.encoders.exif import read_orientation
 from mmserve.encoders.image_header import MAX_SCANS, count_scans, read_header, sniff
 from mmserve.errors import BadRequest, MmserveError, TooLarge, UndecodableMedia, UnsupportedMedia
 from mmserve.media import ImageHeader, MediaLimits
@@ -156,3 +157,22 @@ def test_any_bytes_give_a_header_or_a_refusal(magic: bytes, rest: bytes) -> None
 def test_sniffing_goes_by_bytes_only() -> None:
     assert sniff(b"\xff\xd8\xff\xe1") == "jpeg"
     assert sniff(b"no such thing") is None
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP"])
+def test_a_cut_off_file_has_an_orientation_or_none(format: str) -> None:
+    data = corpus.oriented(6, format)
+    name = format.lower()
+    found = {read_orientation(data[:length], name) for length in range(len(data) + 1)}
+    assert found == {1, 6}
+    assert read_orientation(data, name) == 6
+
+
+def test_an_orientation_behind_megabytes_of_fill_is_found_in_no_time() -> None:
+    data = corpus.oriented(6, "JPEG")
+    assert read_orientation(data[:2] + b"\xff" * 2**22 + data[2:], "jpeg") == 6
+
+
+def test_an_endless_chain_of_segments_has_no_orientation() -> None:
+    assert read_orientation(b"\xff\xd8" + b"\xff\xe0\x00\x02" * 10_000, "jpeg") == 1
+    assert read_orientation(b"\x89PNG\r\n\x1a\n" + bytes(12) * 10_000, "png") == 1

@@ -36,6 +36,13 @@ def choose(wanted, **load):
     return choose_model(wanted, served_name="tiny", available=("small", "large"), **facts)
 
 
+def test_auto_chooses_among_those_that_take_the_media():
+    choice = choose("auto", capable=("small",), num_media=3)
+    assert (choice.model, choice.reason) == ("small", "only-capable")
+    assert choose("large", capable=("small",), num_media=1).model == "large"  # asked for by name, it says itself that it can't
+    assert choose("auto", capable=(), num_media=2).model == "large"
+
+
 def test_a_hint_wins_over_the_rule():
     assert choose("small", num_media=5).model == "small"
     assert choose("large").reason == "hint"
