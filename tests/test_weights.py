@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from step_plans import Row
 from tiny_model import build_decoder
 
+from mmserve.models import weights
 from mmserve.models.decoder import Decoder
 from mmserve.models.parallel import Shard
 from mmserve.models.weights import META, BadCheckpoint, Checkpoint
@@ -123,6 +124,13 @@ def test_a_tensor_may_fill_a_rearranged_part_of_another(tmp_path: Path) -> None:
     target = torch.full((2, 4), -1.0)
     Checkpoint(tmp_path, CPU, torch.float32).fill(target[1].view(2, 2).t(), "a", 4)
     assert target.tolist() == [[-1, -1, -1, -1], [0, 2, 1, 3]]
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 600, 10**9])
+def test_tensors_read_in_pieces_are_whole(plain_dir: Path, piece_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = logits(Decoder.load(plain_dir, CPU, torch.float32))
+    monkeypatch.setattr(weights, "_PIECE_BYTES", piece_bytes)
+    assert torch.equal(logits(Decoder.load(plain_dir, CPU, torch.float32)), expected)
 
 
 def test_progress_is_told_in_bytes_up_to_the_last(plain_dir: Path) -> None:

@@ -44,13 +44,14 @@ class Decoder:
         vocabulary = (config.vocab_size, config.hidden_size)
         make_linear = LinearMaker(self.device, self.dtype)
         self._embedding = checkpoint.take("model.embed_tokens.weight", *vocabulary, shard=shard)
-        self._layers = [load_layer(config, checkpoint, i, shard, make_linear) for i in range(config.num_layers)]
-        self._norm = checkpoint.take("model.norm.weight", config.hidden_size)
+        # The head before the layers: putting a matrix in another order takes its size again, and this is the largest.
         if config.tie_word_embeddings:
             checkpoint.drop("lm_head.weight")
             self._head = make_linear(self._embedding, is_shared=True)
         else:
             self._head = make_linear(checkpoint.take("lm_head.weight", *vocabulary, shard=shard))
+        self._layers = [load_layer(config, checkpoint, i, shard, make_linear) for i in range(config.num_layers)]
+        self._norm = checkpoint.take("model.norm.weight", config.hidden_size)
         self._rotary = Rotary(config.rope, config.head_dim, self.device)
 
     @classmethod
