@@ -15,6 +15,7 @@ import pytest
 import torch
 from step_plans import Row, num_blocks_for, step_plan
 
+from mmserve.config import ConfigError, kv_block_size
 from mmserve.models.attention import AttentionBackend, AttentionShape
 from mmserve.models.attention_choice import attention_for, flash_obstacle
 from mmserve.models.flash_attention import Decodes, FlashAttention, FlashPlan
@@ -212,3 +213,18 @@ def test_without_flash_attn_a_gpu_is_told_what_to_install(monkeypatch: pytest.Mo
 
 def test_a_cpu_gets_the_torch_backend() -> None:
     assert attention_for(shape()) is TorchAttention
+
+
+@pytest.mark.parametrize(
+    ("installed", "device", "dtype", "size"),
+    [(True, "cuda:1", "bfloat16", 256), (True, "cuda:0", "float32", 16), (False, "cuda:0", "float16", 16), (True, "cpu", "bfloat16", 16)],
+)
+def test_blocks_are_as_large_as_attention_on_the_device_needs(
+    installed: bool, device: str, dtype: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mmserve.config.has_flash_attn", lambda: installed)
+    assert kv_block_size(0, device, dtype) == size
+    assert kv_block_size(512, device, dtype) == 512
+    for wrong in (-256, size + 8):
+        with pytest.raises(ConfigError, match=f"multiple of {size} .* got {wrong}"):
+            kv_block_size(wrong, device, dtype)

@@ -17,13 +17,20 @@ def tensor_in(memory: SharedMemory, where: BufferSlice) -> torch.Tensor:
     return tensor.view(torch.bfloat16) if where.dtype == "bfloat16" else tensor
 
 
+def use_device(name: str) -> torch.device:
+    """The device, made this process's own: what names none (streams, graphs, waiting) is then about this one, and no other is opened."""
+    device = torch.device(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
 def pin(memory: SharedMemory, device: torch.device) -> None:
     """Lock the mapping's pages, so that a GPU copies from them by itself while the CPU goes on.  Raises RuntimeError if it can't."""
     if device.type != "cuda":
         return
     address = memory.array(BufferSlice(0, (memory.num_bytes,), "uint8")).ctypes.data
-    with torch.cuda.device(device):
-        error = torch.cuda.cudart().cudaHostRegister(address, memory.num_bytes, 0)
+    error = torch.cuda.cudart().cudaHostRegister(address, memory.num_bytes, 0)
     if error.value != 0:
         raise RuntimeError(f"can't lock {memory.num_bytes} bytes of shared memory for {device}: {error}; see --shared-buffer-bytes")
 

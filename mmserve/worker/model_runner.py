@@ -18,7 +18,7 @@ from mmserve.plan import DecoderReady, DecoderWorkerSpec, RowSampling, SampledTo
 from mmserve.shared_buffer import SharedMemory
 from mmserve.worker import kv_budget, trial_steps
 from mmserve.worker.cuda_graphs import CudaRecorder, DecodeGraphs, Recorder
-from mmserve.worker.device import is_out_of_memory, pin, release_memory, tensor_in
+from mmserve.worker.device import is_out_of_memory, pin, release_memory, tensor_in, use_device
 from mmserve.worker.sampler import sample
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class ModelRunner:
         self._shard = shard
         self._spec = spec
         self._memory = memory
-        self._device = torch.device(spec.device)
+        self._device = use_device(spec.device)
         self._dtype = getattr(torch, spec.dtype)
         pin(memory, self._device)
         self._decoder = Decoder.load(spec.directory, self._device, self._dtype, config=spec.config, names=spec.names, shard=shard)
