@@ -146,6 +146,8 @@ class Rotary:
     def __init__(self, rope: Rope, head_dim: int, device: torch.device) -> None:
         self._rope = rope
         self._exponents = (torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim).to(device)
+        somewhere = rope.scaling.frequencies(rope.theta, self._exponents, torch.zeros(1, device=device))
+        self._frequencies = somewhere.float() if somewhere.dim() == 1 else None  # None: each position has its own
         self._length = torch.tensor(rope.attention_factor, device=device)
         axes = [axis for axis, count in enumerate(rope.sections) for _ in range(count)]
         self._axes = torch.tensor(axes, dtype=torch.int64, device=device)  # [D/2], the axis that a pair follows
@@ -155,8 +157,10 @@ class Rotary:
 
         Angles are float32, as they were when the published weights were trained.
         """
-        shared = positions if positions.dim() == 1 else positions.amax(dim=0)
-        frequencies = self._rope.scaling.frequencies(self._rope.theta, self._exponents, shared).float()
+        frequencies = self._frequencies
+        if frequencies is None:
+            furthest = positions if positions.dim() == 1 else positions.amax(dim=0)
+            frequencies = self._rope.scaling.frequencies(self._rope.theta, self._exponents, furthest).float()
         turned = positions.unsqueeze(-1) if positions.dim() == 1 else positions.t().index_select(1, self._axes)
         return torch.polar(self._length, turned.float() * frequencies).unsqueeze(1)
 
