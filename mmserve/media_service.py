@@ -175,6 +175,8 @@ class MediaService:
                     )
                     stack.push_async_callback(self.supervisors[-1].close)
                     clients.append(client)
+                for decoder, spec in specs.items():  # while the workers load: hashing a large tower takes seconds
+                    await asyncio.to_thread(spec.version, decoder)
                 self._clients[kind] = clients
                 pool = self._make_pool(kind, clients, max_batch)
                 stack.push_async_callback(pool.close)
@@ -199,7 +201,7 @@ class MediaService:
                 del self._clip_headers[next(iter(self._clip_headers))]
             self._clip_headers[content] = clip
         num_samples = audio.num_samples(clip.num_frames, clip.sample_rate)
-        return PreparedMedia(item, content, clip, audio.windows(content, decoder, num_samples, salt=salt), num_samples)
+        return PreparedMedia(item, content, clip, audio.windows(content, decoder, num_samples, salt=salt, param=item.param), num_samples)
 
     def check_pixels(self, media: tuple[PreparedMedia, ...]) -> None:
         """Raises TooLarge when the pictures are too much together."""

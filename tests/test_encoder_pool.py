@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mmserve.composition import AudioSpec, Composition, DecoderSpec, PromptFormat, VisionSpec, Weights
+from mmserve.composition import Composition, DecoderSpec, PromptFormat, VisionSpec, Weights, WhisperSpec
 from mmserve.composition.picture_fit import PictureFit, Stretch
 from mmserve.encoders.disk_tier import DiskTier
 from mmserve.encoders.embedding_cache import EmbeddingCache
@@ -26,8 +26,8 @@ SIDE, NUM_ROWS, WINDOW_SAMPLES = 8, 3, 1000
 HIDDEN = {"small": 4, "large": 6}
 OFFSET = {"small": 0.0, "large": 1000.0}
 NOWHERE = Path("nowhere")
-VISION = VisionSpec("clip", Weights(NOWHERE), {}, {}, "", ("", ""), fit=Stretch(SIDE, NUM_ROWS), feature_layers=(-1,))
-AUDIO = AudioSpec("whisper", Weights(NOWHERE), {}, {}, "", ("", ""), window_s=WINDOW_SAMPLES / 16_000, tokens_per_second=25)
+VISION = VisionSpec("clip", Weights(NOWHERE), {}, {}, "", ("", ""), fit=Stretch(SIDE, NUM_ROWS))
+AUDIO = WhisperSpec("whisper", Weights(NOWHERE), {}, {}, "", ("", ""), window_s=WINDOW_SAMPLES / 16_000, tokens_per_second=25)
 COMPOSITION = Composition(
     "fake",
     {name: DecoderSpec(name, Weights(NOWHERE), {"hidden_size": hidden}, PromptFormat(NOWHERE, "")) for name, hidden in HIDDEN.items()},

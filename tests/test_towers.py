@@ -17,7 +17,7 @@ from torch import nn
 from transformers import CLIPImageProcessorPil, CLIPVisionModel, WhisperConfig, WhisperFeatureExtractor
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
-from mmserve.composition import AudioSpec, Composition, VisionSpec, load_composition
+from mmserve.composition import ClipSpec, Composition, WhisperSpec, load_composition
 from mmserve.composition.picture_fit import Stretch
 from mmserve.encoders.audio_tower import AudioTower
 from mmserve.encoders.vision_tower import VisionTower
@@ -35,22 +35,24 @@ def composition(tmp_path_factory: pytest.TempPathFactory) -> Composition:
 
 
 @pytest.fixture(scope="module")
-def vision_spec(composition: Composition) -> VisionSpec:
-    return composition.vision_of("small")
+def vision_spec(composition: Composition) -> ClipSpec:
+    spec = composition.vision_of("small")
+    assert isinstance(spec, ClipSpec)
+    return spec
 
 
 @pytest.fixture(scope="module")
-def audio_spec(composition: Composition) -> AudioSpec:
+def audio_spec(composition: Composition) -> WhisperSpec:
     return composition.audio_of("small")
 
 
 @pytest.fixture(scope="module")
-def vision(vision_spec: VisionSpec) -> VisionTower:
+def vision(vision_spec: ClipSpec) -> VisionTower:
     return VisionTower(vision_spec, CPU, torch.float32)
 
 
 @pytest.fixture(scope="module")
-def audio(audio_spec: AudioSpec) -> AudioTower:
+def audio(audio_spec: WhisperSpec) -> AudioTower:
     return AudioTower(audio_spec, CPU, torch.float32)
 
 
@@ -81,7 +83,7 @@ def projector(file: Path) -> nn.Sequential:
 
 
 @torch.no_grad()
-def vision_oracle(spec: VisionSpec, tile: torch.Tensor, decoder: str) -> torch.Tensor:
+def vision_oracle(spec: ClipSpec, tile: torch.Tensor, decoder: str) -> torch.Tensor:
     processor = CLIPImageProcessorPil(size={"height": SIDE, "width": SIDE}, do_center_crop=False)
     pixels = processor(Image.fromarray(tile.numpy()), return_tensors="pt")["pixel_values"]
     tower = CLIPVisionModel.from_pretrained(spec.weights.path, dtype=torch.float32).eval()
@@ -90,7 +92,7 @@ def vision_oracle(spec: VisionSpec, tile: torch.Tensor, decoder: str) -> torch.T
 
 
 @torch.no_grad()
-def audio_oracle(spec: AudioSpec, samples: torch.Tensor, decoder: str) -> torch.Tensor:
+def audio_oracle(spec: WhisperSpec, samples: torch.Tensor, decoder: str) -> torch.Tensor:
     extract = WhisperFeatureExtractor(feature_size=80, chunk_length=int(spec.window_s))
     mels = extract(samples.numpy(), sampling_rate=16_000, return_tensors="pt").input_features
     encoder = WhisperEncoder(WhisperConfig.from_pretrained(spec.weights.path))
@@ -105,14 +107,14 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(("decoder", "width"), [("small", 64), ("large", 96)])
-def test_a_picture_becomes_the_rows_of_transformers(vision: VisionTower, vision_spec: VisionSpec, decoder: str, width: int) -> None:
+def test_a_picture_becomes_the_rows_of_transformers(vision: VisionTower, vision_spec: ClipSpec, decoder: str, width: int) -> None:
     tile = picture(1)
     (rows,) = encode(vision, [tile], [TOKENS_PER_IMAGE], decoder)
     assert rows.shape == (TOKENS_PER_IMAGE, width)
     assert_close(rows, vision_oracle(vision_spec, tile[0], decoder))
 
 
-def test_an_earlier_layer_can_be_the_feature(vision_spec: VisionSpec) -> None:
+def test_an_earlier_layer_can_be_the_feature(vision_spec: ClipSpec) -> None:
     spec = dataclasses.replace(vision_spec, feature_layers=(-2,))
     tile = picture(2)
     (rows,) = encode(VisionTower(spec, CPU, torch.float32), [tile], [TOKENS_PER_IMAGE], "small")
@@ -146,13 +148,13 @@ def test_a_count_that_does_not_match_is_refused_loudly(vision: VisionTower, audi
 
 @pytest.mark.parametrize("count", [1, 639, 640, 641, 7_777, 16_000])
 @pytest.mark.parametrize("decoder", ["small", "large"])
-def test_a_window_becomes_the_rows_of_transformers(audio: AudioTower, audio_spec: AudioSpec, count: int, decoder: str) -> None:
+def test_a_window_becomes_the_rows_of_transformers(audio: AudioTower, audio_spec: WhisperSpec, count: int, decoder: str) -> None:
     samples = sound(count, count)
     (rows,) = encode(audio, [samples], [-(-count // 640)], decoder)
     assert_close(rows, audio_oracle(audio_spec, samples, decoder))
 
 
-def test_every_length_gives_the_rows_that_the_composition_counts(audio: AudioTower, audio_spec: AudioSpec) -> None:
+def test_every_length_gives_the_rows_that_the_composition_counts(audio: AudioTower, audio_spec: WhisperSpec) -> None:
     lengths = list(range(1, 16_001, 137 * 9))
     counts = [audio_spec.windows(b"c", "small", length)[0].num_rows for length in lengths]
     encoded = encode(audio, [sound(0, length) for length in lengths], counts, "small")
@@ -177,7 +179,7 @@ def test_one_bad_sample_spoils_its_own_window_only(audio: AudioTower) -> None:
     assert last.isfinite().all()
 
 
-def test_towers_run_in_half_precision(vision_spec: VisionSpec, audio_spec: AudioSpec) -> None:
+def test_towers_run_in_half_precision(vision_spec: ClipSpec, audio_spec: WhisperSpec) -> None:
     tile, samples = picture(4), sound(8, 16_000)
     (rows,) = encode(VisionTower(vision_spec, CPU, torch.bfloat16), [tile], [TOKENS_PER_IMAGE], "small")
     expected = vision_oracle(vision_spec, tile[0], "small")
@@ -228,7 +230,7 @@ def test_a_projector_that_does_not_fit_is_named(spoilt: Path) -> None:
         VisionTower(load_composition(spoilt).vision_of("small"), CPU, torch.float32)
 
 
-def test_a_tower_that_makes_other_counts_than_the_composition_says_is_refused(vision_spec: VisionSpec, audio_spec: AudioSpec) -> None:
+def test_a_tower_that_makes_other_counts_than_the_composition_says_is_refused(vision_spec: ClipSpec, audio_spec: WhisperSpec) -> None:
     with pytest.raises(BadCheckpoint, match="16 rows of 56 pixels"):
         VisionTower(dataclasses.replace(vision_spec, fit=Stretch(SIDE, 15)), CPU, torch.float32)
     with pytest.raises(BadCheckpoint, match="50 positions"):

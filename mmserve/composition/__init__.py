@@ -7,7 +7,7 @@ configs and the headers of weights; knows nothing of torch.
 from __future__ import annotations
 
 from mmserve.composition.load import BUNDLED, load_composition
-from mmserve.composition.specs import AudioSpec, Composition, DecoderSpec, EncoderSpec, PromptFormat, VisionSpec
+from mmserve.composition.specs import AudioSpec, ClipSpec, Composition, DecoderSpec, EncoderSpec, PromptFormat, VisionSpec, WhisperSpec
 from mmserve.composition.weights import AS_WRITTEN, BadModel, WeightNames, Weights
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "BUNDLED",
     "AudioSpec",
     "BadModel",
+    "ClipSpec",
     "Composition",
     "DecoderSpec",
     "EncoderSpec",
@@ -22,5 +23,6 @@ __all__ = [
     "VisionSpec",
     "WeightNames",
     "Weights",
+    "WhisperSpec",
     "load_composition",
 ]

@@ -33,7 +33,7 @@ class ClipPixels:
         return int(self.values.get("resample", 3))
 
     def spec_fields(self) -> dict[str, Any]:
-        """`rescale`, `mean` and `std` of a VisionSpec."""
+        """`rescale`, `mean` and `std` of a ClipSpec."""
         fields: dict[str, Any] = {}
         if not self.values.get("do_rescale", True):
             fields["rescale"] = 1.0

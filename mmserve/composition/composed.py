@@ -10,7 +10,7 @@ from typing import Any
 from mmserve.composition.decoder_config import complete_config
 from mmserve.composition.files import read_eos_token_ids, read_json, read_prompt_format, read_text
 from mmserve.composition.picture_fit import Stretch
-from mmserve.composition.specs import AudioSpec, Composition, DecoderSpec, VisionSpec
+from mmserve.composition.specs import ClipSpec, Composition, DecoderSpec, WhisperSpec
 from mmserve.composition.weights import BadModel, Weights
 
 FILE = "composition.toml"
@@ -40,18 +40,18 @@ def _compose(directory: Path, data: Mapping[str, Any], template_file: Path | Non
         vision_spec = _vision(directory, section)
         vision = dict.fromkeys(vision_spec.projectors, vision_spec)
     if section := data.get("audio"):
-        audio_spec = AudioSpec(
+        audio_spec = WhisperSpec(
             **_encoder_fields(directory, section), window_s=section["window_s"], tokens_per_second=section["tokens_per_second"]
         )
         audio = dict.fromkeys(audio_spec.projectors, audio_spec)
     return Composition(data["name"], decoders, vision, audio)
 
 
-def _vision(directory: Path, section: Mapping[str, Any]) -> VisionSpec:
+def _vision(directory: Path, section: Mapping[str, Any]) -> ClipSpec:
     if section["fit"] != "stretch":
         raise BadModel(f"{directory / FILE}: fit must be stretch, got {section['fit']!r}")
     fit = Stretch(section["image_size"], section["tokens_per_item"])
-    return VisionSpec(**_encoder_fields(directory, section), fit=fit, feature_layers=(section["feature_layer"],))
+    return ClipSpec(**_encoder_fields(directory, section), fit=fit, feature_layers=(section["feature_layer"],))
 
 
 def _encoder_fields(directory: Path, section: Mapping[str, Any]) -> dict[str, Any]:

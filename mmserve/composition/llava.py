@@ -9,8 +9,8 @@ from mmserve.composition.clip_pixels import read_clip_pixels
 from mmserve.composition.decoder_config import complete_config
 from mmserve.composition.files import read_eos_token_ids, read_optional_json, read_prompt_format
 from mmserve.composition.model import Directory, Model, require
-from mmserve.composition.picture_fit import PictureFit
-from mmserve.composition.specs import DecoderSpec, VisionSpec
+from mmserve.composition.picture_fit import TileFit
+from mmserve.composition.specs import ClipSpec, DecoderSpec
 from mmserve.composition.weights import BadModel, WeightNames, Weights
 
 # As files have spelt them over the years, longest first.
@@ -66,7 +66,7 @@ def read_llava(directory: Directory) -> Model:
 
 
 def build_llava(
-    directory: Directory, fit: PictureFit, projector_names: WeightNames, *, is_tied: bool, keeps_class_token: bool = False
+    directory: Directory, fit: TileFit, projector_names: WeightNames, *, is_tied: bool, keeps_class_token: bool = False
 ) -> Model:
     """What LLaVA 1.5 and NeXT have in common."""
     path, config = directory.path, directory.config
@@ -76,7 +76,7 @@ def build_llava(
     if prompt.chat_template is None:
         raise BadModel(f"{path} takes pictures and has no chat template that says where they stand: give one with --chat-template")
     layers = config.get("vision_feature_layer", -2)
-    vision = VisionSpec(
+    vision = ClipSpec(
         format="clip",
         weights=Weights(path, TOWER_NAMES),
         config=tower_config(config),

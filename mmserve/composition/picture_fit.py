@@ -15,16 +15,20 @@ FeatureShape = tuple[int, int, int, int]  # tiles, height, width, 3
 class PictureFit(Protocol):
     """Hashable and picklable; its repr names everything that shapes the pixels."""
 
-    @property
-    def side(self) -> int:
-        """Pixels of a tile's side."""
-
-    @property
-    def rows_per_tile(self) -> int: ...
-
     def feature_shape(self, width: int, height: int) -> FeatureShape: ...
 
     def num_rows(self, width: int, height: int) -> int: ...
+
+
+class TileFit(PictureFit, Protocol):
+    """For towers of one input size."""
+
+    @property
+    def side(self) -> int:
+        """Pixels of a tile, both sides."""
+
+    @property
+    def rows_per_tile(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from mmserve.composition.files import read_json
 from mmserve.composition.llava import read_llava
 from mmserve.composition.llava_next import read_llava_next
 from mmserve.composition.model import Directory, Model
+from mmserve.composition.qwen2_audio import read_qwen2_audio
 from mmserve.composition.text import read_text_model
 from mmserve.composition.weights import BadModel
 
@@ -17,6 +18,7 @@ READERS: Mapping[str, Callable[[Directory], Model]] = {
     **dict.fromkeys(DEFAULTS, read_text_model),
     "llava": read_llava,
     "llava_next": read_llava_next,
+    "qwen2_audio": read_qwen2_audio,
 }
 """By `model_type` of config.json."""
 

@@ -13,9 +13,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mmserve.composition.picture_fit import PictureFit
+from mmserve.composition.picture_fit import PictureFit, TileFit
 from mmserve.composition.weights import Weights
-from mmserve.errors import BadRequest
+from mmserve.errors import BadRequest, TooLarge
 from mmserve.media import ImageHeader, MediaKind, MediaWindow, window_key
 
 PREPROCESSING = b"2"  # part of every row's identity; raise it when decoding, resizing or resampling changes
@@ -89,21 +89,13 @@ class EncoderSpec:
 
 @dataclass(frozen=True)
 class VisionSpec(EncoderSpec):
-    """A CLIP tower and the two-layer projectors behind it.  The defaults are CLIP's and LLaVA's own."""
+    """A tower that takes pictures as its `fit` brings them to size."""
 
     fit: PictureFit
-    feature_layers: tuple[int, ...]  # indices into hidden_states, side by side; -1 is the last, before any post-layernorm
-    keeps_class_token: bool = False
-    rescale: float = 1 / 255
-    mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)  # per channel
-    std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
-    activation: str = "gelu"  # between the projector's layers
-    projector_bias: bool = True
 
     @property
     def rule(self) -> tuple[object, ...]:
-        pixels = (self.fit, self.rescale, self.mean, self.std)
-        return (self.format, *pixels, self.feature_layers, self.keeps_class_token, self.activation, self.projector_bias)
+        return (self.format, self.fit)
 
     def windows(
         self, content: bytes, decoder: str, header: ImageHeader, *, detail: str = "auto", salt: bytes = b""
@@ -118,12 +110,75 @@ class VisionSpec(EncoderSpec):
 
 
 @dataclass(frozen=True)
+class ClipSpec(VisionSpec):
+    """A CLIP tower and the two-layer projectors behind it.  The defaults are CLIP's and LLaVA's own."""
+
+    fit: TileFit
+    feature_layers: tuple[int, ...]  # indices into hidden_states, side by side; -1 is the last, before any post-layernorm
+    keeps_class_token: bool = False
+    rescale: float = 1 / 255
+    mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)  # per channel
+    std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
+    activation: str = "gelu"  # between the projector's layers
+    projector_bias: bool = True
+
+    @property
+    def rule(self) -> tuple[object, ...]:
+        pixels = (self.rescale, self.mean, self.std)
+        return (*super().rule, *pixels, self.feature_layers, self.keeps_class_token, self.activation, self.projector_bias)
+
+
+@dataclass(frozen=True)
 class AudioSpec(EncoderSpec):
-    """A windowed tower: samples at 16 kHz, `tokens_per_second` rows a second, the last window cut to what the clip fills."""
+    """A tower that takes mono samples, a window of a clip at a time."""
+
+    window_s: float | None  # the longest window; None: a clip of any length is one
+    sample_rate: int = 16_000  # Hz
+    is_cut: bool = False  # a longer clip becomes several windows, else it is refused
+
+    @property
+    def rule(self) -> tuple[object, ...]:
+        return (self.format, self.window_s, self.sample_rate, self.is_cut)
+
+    def num_rows(self, num_samples: int) -> int:
+        """Rows of a window; 0 for one that is too short to give any."""
+        raise NotImplementedError
+
+    def num_samples(self, num_frames: int, sample_rate: int) -> int:
+        """Samples at the encoder's rate for a clip of `num_frames` at `sample_rate`: never zero."""
+        return max(1, -(-num_frames * self.sample_rate // sample_rate))
+
+    def windows(
+        self, content: bytes, decoder: str, num_samples: int, *, salt: bytes = b"", param: str | None = None
+    ) -> tuple[MediaWindow, ...]:
+        """Windows of a clip of `num_samples` at the encoder's rate, in order.
+
+        Raises TooLarge for a clip that the tower can't take whole, BadRequest for one that gives no rows.
+        """
+        longest = num_samples if self.window_s is None else int(self.window_s * self.sample_rate)
+        if num_samples > longest and not self.is_cut:
+            raise TooLarge(f"this model takes clips of at most {longest / self.sample_rate:g} s", param=param)
+        version = self.version(decoder)
+        windows = []
+        for index, start in enumerate(range(0, num_samples, longest)):
+            stop = min(start + longest, num_samples)
+            num_rows = self.num_rows(stop - start)
+            if num_rows == 0:
+                raise BadRequest("the clip is too short for this model", param=param, code="audio_too_short")
+            key = window_key(
+                content=content, kind=MediaKind.AUDIO, encoder=version, index=index, start=start, stop=stop, num_rows=num_rows, salt=salt
+            )
+            windows.append(MediaWindow(key, MediaKind.AUDIO, num_rows, index, start, stop))
+        return tuple(windows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhisperSpec(AudioSpec):
+    """A Whisper encoder whose frames are averaged down to `tokens_per_second` rows; the last window is cut to what the clip fills."""
 
     window_s: float
     tokens_per_second: int
-    sample_rate: int = 16_000  # Hz
+    is_cut: bool = True
 
     @property
     def rule(self) -> tuple[object, ...]:
@@ -133,23 +188,8 @@ class AudioSpec(EncoderSpec):
     def samples_per_token(self) -> int:
         return self.sample_rate // self.tokens_per_second
 
-    def num_samples(self, num_frames: int, sample_rate: int) -> int:
-        """Samples at the encoder's rate for a clip of `num_frames` at `sample_rate`: never zero."""
-        return max(1, -(-num_frames * self.sample_rate // sample_rate))
-
-    def windows(self, content: bytes, decoder: str, num_samples: int, *, salt: bytes = b"") -> tuple[MediaWindow, ...]:
-        """Windows of a clip of `num_samples` at the encoder's rate, in order; together ceil(num_samples / samples_per_token) rows."""
-        step = int(self.window_s * self.sample_rate)
-        version = self.version(decoder)
-        windows = []
-        for index, start in enumerate(range(0, num_samples, step)):
-            stop = min(start + step, num_samples)
-            num_rows = -(-(stop - start) // self.samples_per_token)
-            key = window_key(
-                content=content, kind=MediaKind.AUDIO, encoder=version, index=index, start=start, stop=stop, num_rows=num_rows, salt=salt
-            )
-            windows.append(MediaWindow(key, MediaKind.AUDIO, num_rows, index, start, stop))
-        return tuple(windows)
+    def num_rows(self, num_samples: int) -> int:
+        return -(-num_samples // self.samples_per_token)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
-from mmserve.composition import VisionSpec
+from mmserve.composition import ClipSpec
 from mmserve.composition.picture_fit import AnyRes
 from mmserve.models.adapters import Projector
 from mmserve.models.tower import TowerItem
@@ -24,7 +24,7 @@ MAX_TILES = 48  # in one forward pass: a batch of pictures may hold several time
 class VisionTower:
     """One CLIP tower with the projectors of all decoders."""
 
-    def __init__(self, spec: VisionSpec, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, spec: ClipSpec, device: torch.device, dtype: torch.dtype) -> None:
         config: Any = CLIPVisionConfig.from_dict(dict(spec.config))
         self._tower = load_module(CLIPVisionModel, config, spec.weights, device, dtype)
         self._first = 0 if spec.keeps_class_token else 1

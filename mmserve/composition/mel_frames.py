@@ -1,0 +1,33 @@
+"""Log-mel frames as `WhisperFeatureExtractor` makes them: which settings of it are built, and how many rows Qwen's towers give."""
+
+from __future__ import annotations
+
+from mmserve.composition.files import read_optional_json
+from mmserve.composition.model import Directory, require
+from mmserve.composition.weights import BadModel
+
+SAMPLE_RATE = 16_000  # Hz
+SAMPLES_PER_FRAME = 160
+
+_CHUNK_S = 30  # the extractor's own default
+_BUILT = {"sampling_rate": SAMPLE_RATE, "hop_length": SAMPLES_PER_FRAME, "n_fft": 400, "padding_value": 0.0, "dither": 0.0}
+
+
+def num_frames(num_samples: int) -> int:
+    return -(-num_samples // SAMPLES_PER_FRAME)
+
+
+def num_pooled_rows(num_samples: int) -> int:
+    """Two convolutions halve the frames, rounded up; pairs of those are averaged, and a single one at the end is left out."""
+    return (num_frames(num_samples) + 1) // 4
+
+
+def read_longest_clip_s(directory: Directory, num_mel_bins: int) -> float:
+    """Seconds that the directory's feature extractor takes.  Raises BadModel where it does something that isn't built."""
+    values = read_optional_json(directory.path / "processor_config.json").get("feature_extractor")
+    values = values or read_optional_json(directory.path / "preprocessor_config.json")
+    if not values:
+        raise BadModel(f"{directory.path} has no preprocessor_config.json")
+    for field, value in {**_BUILT, "feature_size": num_mel_bins}.items():
+        require(values, field, (value,))
+    return float(values.get("chunk_length", _CHUNK_S))
