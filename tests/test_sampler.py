@@ -99,7 +99,7 @@ def kept_by_sorting(logits: torch.Tensor, top_k: int, top_p: float) -> set[int]:
 
 @pytest.mark.parametrize(
     ("top_k", "top_p", "width"),
-    [(3, 1.0, 2.0), (40, 0.8, 2.0), (0, 0.9, 4.0), (300, 1.0, 1.0), (0, 0.6, 0.5), (290, 0.7, 0.5), (700, 1.0, 1.0)],
+    [(3, 1.0, 2.0), (40, 0.8, 2.0), (0, 0.9, 4.0), (300, 1.0, 1.0), (0, 0.6, 0.5), (290, 0.7, 0.5), (300, 0.6, 1.0), (700, 1.0, 1.0)],
 )
 def test_every_filter_keeps_what_sorting_keeps_whatever_its_size(top_k: int, top_p: float, width: float) -> None:
     num_draws = 4000

@@ -71,6 +71,7 @@ class DecodeGraphs:
         for rows in reversed(self._row_buckets):
             for width in reversed(self._width_buckets):
                 self._fill_padding(rows)
+                self._send()
                 self._replays[rows, width] = recorder.record(self._step(rows, width))
         log.info("recorded decode steps=%d seconds=%.1f", len(self._replays), time.perf_counter() - started)
 
@@ -91,10 +92,13 @@ class DecodeGraphs:
         inputs[2:, :num_rows] = step.positions
         self._lengths.host[:num_rows] = step.context_lens
         self._tables.host[:num_rows, :width] = step.block_tables
-        for mirrored in (self._inputs, self._lengths, self._tables):
-            mirrored.send()
+        self._send()
         self._replays[bucket]()
         return self._output[:num_rows]
+
+    def _send(self) -> None:
+        for mirrored in (self._inputs, self._lengths, self._tables):
+            mirrored.send()
 
     def _fill_padding(self, num_rows: int) -> None:
         self._inputs.host[:, :num_rows] = 0

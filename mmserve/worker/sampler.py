@@ -82,6 +82,7 @@ def _draw_filtered(scaled: torch.Tensor, rows: Sequence[RowSampling]) -> torch.T
     # What top-p's share is a share of: all tokens, unless top-k has cut them.
     total = scaled.exp().sum(dim=-1, keepdim=True)
     kept, is_enough = _keep_top(values, top_k, top_p, total)
+    is_enough &= ((top_k <= values.shape[1]) | (top_k == vocab_size)).squeeze(1)  # or the share is of a set that isn't all here
     token_ids = ids.gather(1, _gumbel_max(kept, ids, rows)).squeeze(1)
     if short := (~is_enough).nonzero().flatten().tolist():
         few = [rows[i] for i in short]

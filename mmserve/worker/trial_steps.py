@@ -6,8 +6,6 @@ import numpy as np
 
 from mmserve.plan import RowSampling, StepPlan
 
-_GREEDY = RowSampling()
-
 
 def prefill(num_queries: list[int], block_size: int) -> StepPlan:
     """New sequences of token 0, each in blocks of its own, from block 0 on."""
@@ -24,7 +22,7 @@ def decode(context_lens: list[int], tables: np.ndarray, block_size: int) -> Step
     return step(np.ones_like(contexts), contexts, tables, block_size)
 
 
-def step(counts: np.ndarray, contexts: np.ndarray, tables: np.ndarray, block_size: int, sampling: RowSampling = _GREEDY) -> StepPlan:
+def step(counts: np.ndarray, contexts: np.ndarray, tables: np.ndarray, block_size: int) -> StepPlan:
     """The last `counts` [S] tokens of sequences of `contexts` [S] tokens, all of them token 0; tables [S, B]."""
     positions = np.concatenate([np.arange(stop - count, stop) for count, stop in zip(counts, contexts, strict=True)])
     rows = np.repeat(np.arange(len(counts)), counts)
@@ -39,5 +37,5 @@ def step(counts: np.ndarray, contexts: np.ndarray, tables: np.ndarray, block_siz
         context_lens=contexts,
         block_tables=tables.astype(np.int32),
         wants_token=np.ones(len(counts), np.bool_),
-        sampling=(sampling,) * len(counts),
+        sampling=(RowSampling(),) * len(counts),
     )
