@@ -6,9 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from mmserve.models import linear
 from mmserve.models.linear import Linear, LinearMaker, PackedLinear, PlainLinear, WidenedLinear
 
 CPU = torch.device("cpu")
+
+
+class PackedInName(PlainLinear):
+    """Not every processor that runs the tests can pack half precision."""
 
 
 def weights(dtype: torch.dtype, num_out: int = 70, num_in: int = 96) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,7 +56,19 @@ def test_widened_results_are_not_rounded_where_float32_was_asked_for() -> None:
     torch.testing.assert_close(wide, F.linear(rows.float(), weight.float()), rtol=1e-5, atol=1e-5)
 
 
-def test_a_weight_that_is_used_elsewhere_too_is_not_copied() -> None:
-    weight, _ = weights(torch.float32)
-    assert isinstance(LinearMaker(CPU, torch.float32)(weight, is_shared=True), PlainLinear)
-    assert isinstance(LinearMaker(torch.device("meta"), torch.bfloat16)(weight), PlainLinear)
+@pytest.mark.parametrize("has_arithmetic", [False, True])
+def test_half_precision_is_packed_where_the_processor_has_it_and_widened_where_not(
+    has_arithmetic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "_has_arithmetic", lambda dtype: has_arithmetic)
+    monkeypatch.setattr(linear, "PackedLinear", PackedInName)
+    weight, _ = weights(torch.bfloat16)
+    layer, shared = LinearMaker(CPU, torch.bfloat16)(weight), LinearMaker(CPU, torch.bfloat16)(weight, is_shared=True)
+    # What packs a weight that is used elsewhere too would hold it twice.
+    assert [type(layer), type(shared)] == ([PackedInName, PlainLinear] if has_arithmetic else [WidenedLinear, WidenedLinear])
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float32), ("meta", torch.bfloat16), ("cuda", torch.float16)])
+def test_float32_and_gpus_get_the_layer_of_pytorch(device: str, dtype: torch.dtype) -> None:
+    weight, _ = weights(dtype)
+    assert type(LinearMaker(torch.device(device), dtype)(weight)) is PlainLinear

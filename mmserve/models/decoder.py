@@ -44,7 +44,7 @@ class Decoder:
         vocabulary = (config.vocab_size, config.hidden_size)
         make_linear = LinearMaker(self.device, self.dtype)
         self._embedding = checkpoint.take("model.embed_tokens.weight", *vocabulary, shard=shard)
-        # The head before the layers: putting a matrix in another order takes its size again, and this is the largest.
+        # The head before the layers: packing a matrix takes its size again, and this is the largest.
         if config.tie_word_embeddings:
             checkpoint.drop("lm_head.weight")
             self._head = make_linear(self._embedding, is_shared=True)

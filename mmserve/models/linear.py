@@ -1,8 +1,8 @@
 """Linear layers whose weights never change, laid out for the processor they are on.
 
-On a CPU this decides most of a decode step, and PyTorch's plain layer is right for none of the cases: oneDNN multiplies faster by a
-matrix that was put into its own order beforehand, and on a processor without bfloat16 or float16 arithmetic a half-precision
-product of more than a few rows is an order of magnitude slower than a float32 one.
+In float32 and on a GPU PyTorch's own layer is as good as any.  In half precision on a CPU it is not: where the processor multiplies such
+numbers itself, oneDNN reads a matrix faster that was put into its own order beforehand; where it doesn't, a product of more than a few
+rows is several times slower than the same one in float32.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Linear(Protocol):
 
 
 class PlainLinear:
-    """PyTorch's own; on a GPU there is none better, and a matrix that is used for something else too stays as it is."""
+    """PyTorch's own."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self._weight = weight
@@ -88,9 +88,9 @@ class LinearMaker:
     """Makes the layers of one decoder.  On a CPU they may share scratch memory: one thread at a time may run them."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        has_onednn = device.type == "cpu" and torch.backends.mkldnn.is_available()
-        self._packs = has_onednn and has_arithmetic(dtype)
-        self._tile = torch.empty(_TILE_BYTES // torch.float32.itemsize) if has_onednn and not self._packs else None
+        is_half = device.type == "cpu" and torch.backends.mkldnn.is_available() and dtype in (torch.bfloat16, torch.float16)
+        self._packs = is_half and _has_arithmetic(dtype)
+        self._tile = torch.empty(_TILE_BYTES // torch.float32.itemsize) if is_half and not self._packs else None
 
     def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, is_shared: bool = False) -> Linear:
         """`is_shared`: the weight is used elsewhere, too, and a second one in another order would cost its size again."""
@@ -101,10 +101,8 @@ class LinearMaker:
         return PlainLinear(weight, bias)
 
 
-def has_arithmetic(dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies such numbers as they are on this CPU."""
+def _has_arithmetic(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies numbers of a half-precision type itself."""
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    if dtype == torch.float16:
-        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-    return dtype == torch.float32
+    return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
