@@ -59,7 +59,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def build_text(directory: Path, seed: int = 0, chat_template: str | None = None) -> Path:
     tokenizer = build_tokenizer()
     tokenizer.chat_template = chat_template
-    _save(directory, seed, lambda: LlamaForCausalLM(LlamaConfig(**_DECODER)))
+    save(directory, seed, lambda: LlamaForCausalLM(LlamaConfig(**_DECODER)))
     tokenizer.save_pretrained(directory)
     return directory
 
@@ -73,7 +73,7 @@ def build_llava(directory: Path, seed: int = 0, **fields: Any) -> Path:
     strategy = config.vision_feature_select_strategy
     pixels = CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE})
     processor = LlavaProcessor(pixels, tokenizer, PATCH, strategy, TEMPLATE, num_additional_image_tokens=1)
-    _save(directory, seed, lambda: LlavaForConditionalGeneration(config))
+    save(directory, seed, lambda: LlavaForConditionalGeneration(config))
     processor.save_pretrained(directory)
     return directory
 
@@ -91,12 +91,12 @@ def build_llava_next(directory: Path, seed: int = 0) -> Path:
         size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE}, image_grid_pinpoints=PINPOINTS
     )
     processor = LlavaNextProcessor(pixels, tokenizer, PATCH, "default", TEMPLATE, num_additional_image_tokens=1)
-    _save(directory, seed, lambda: LlavaNextForConditionalGeneration(config))
+    save(directory, seed, lambda: LlavaNextForConditionalGeneration(config))
     processor.save_pretrained(directory)
     return directory
 
 
-def _save(directory: Path, seed: int, make: Any) -> None:
+def save(directory: Path, seed: int, make: Any) -> None:
     disable_progress_bar()
     with torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -21,7 +21,7 @@ ENGINE = {
     "token_fuser", "modality_router", "model_router", "token_stream", "readiness", "ledger", "spool",
 }  # fmt: skip
 DOORS = {"__main__", "cli", "gateway", "evals"}
-BASEMENT = {"worker", "models", "encoders.vision_tower", "encoders.audio_tower"}
+BASEMENT = {"worker", "models", "encoders.vision_tower", "encoders.audio_tower", "encoders.qwen2_audio_tower"}
 MAY_IMPORT = {
     **dict.fromkeys(VOCABULARY, VOCABULARY),
     "paged_kv": VOCABULARY,

@@ -93,8 +93,8 @@ def _facts(composition: Composition, args: argparse.Namespace) -> Table:
         if name in composition.vision:
             fit = composition.vision[name].fit
             table.add_row(f"{name}: a picture", ", ".join(f"{w}x{h}: {fit.num_rows(w, h)}" for w, h in _PICTURES) + " tokens")
-        if name in composition.audio:
-            table.add_row(f"{name}: a second of sound", f"{composition.audio[name].tokens_per_second} tokens")
+        if audio := composition.audio.get(name):
+            table.add_row(f"{name}: ten seconds of sound", f"{audio.num_rows(10 * audio.sample_rate)} tokens")
     return table
 
 

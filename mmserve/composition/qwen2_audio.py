@@ -52,7 +52,7 @@ def read_qwen2_audio(directory: Directory) -> Model:
     encoder = {**_ENCODER, **config.get("audio_config", {})}
     require(encoder, "model_type", ("qwen2_audio_encoder",))
     text = complete_config({"model_type": "qwen2", **config.get("text_config", {})}) | {"tie_word_embeddings": False}
-    prompt = read_prompt_format(path, directory.chat_template)
+    prompt = read_prompt_format(path, directory.chat_template, adds_bos_to_chats=True)
     if prompt.chat_template is None:
         raise BadModel(f"{path} takes clips and has no chat template that says where they stand: give one with --chat-template")
     audio = Qwen2AudioSpec(
@@ -60,7 +60,7 @@ def read_qwen2_audio(directory: Directory) -> Model:
         weights=Weights(path, TOWER_NAMES),
         config=encoder,
         projectors={directory.name: Weights(path, PROJECTOR_NAMES)},
-        placeholder=str(read_optional_json(path / "tokenizer_config.json").get("audio_token", "<|AUDIO|>")),
+        placeholder=str(read_optional_json(path / "processor_config.json").get("audio_token", "<|AUDIO|>")),
         around=("", ""),
         window_s=_window_s(directory, encoder["num_mel_bins"], encoder["max_source_positions"]),
     )

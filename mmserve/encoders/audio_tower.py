@@ -12,9 +12,9 @@ import torch
 from transformers import WhisperConfig, WhisperFeatureExtractor
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
-from mmserve.composition import AudioSpec
+from mmserve.composition import WhisperSpec
 from mmserve.models.adapters import Projector
-from mmserve.models.tower import TowerItem
+from mmserve.models.tower import TowerItem, check_counts
 from mmserve.models.tower_weights import load_module
 from mmserve.models.weights import BadCheckpoint
 
@@ -22,12 +22,12 @@ from mmserve.models.weights import BadCheckpoint
 class AudioTower:
     """One Whisper encoder with the projectors of all decoders."""
 
-    def __init__(self, spec: AudioSpec, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, spec: WhisperSpec, device: torch.device, dtype: torch.dtype) -> None:
         config = WhisperConfig.from_dict(dict(spec.config))
         self._tower = load_module(WhisperEncoder, config, spec.weights, device, dtype)
         self._window = round(spec.window_s * spec.sample_rate)
-        self._samples_per_row = spec.samples_per_token
-        num_rows, remainder = divmod(self._window, self._samples_per_row)
+        self._num_rows = spec.num_rows
+        num_rows, remainder = divmod(self._window, spec.samples_per_token)
         self._pool, unpooled = divmod(config.max_source_positions, max(num_rows, 1))
         if remainder or unpooled or self._pool < 1:
             raise BadCheckpoint(
@@ -40,7 +40,7 @@ class AudioTower:
         self._projectors = {name: Projector(weights, config.d_model, device, dtype) for name, weights in spec.projectors.items()}
 
     def blank(self) -> TowerItem:
-        return TowerItem(torch.zeros(self._window), self._window // self._samples_per_row)
+        return TowerItem(torch.zeros(self._window), self._num_rows(self._window))
 
     @torch.inference_mode()
     def encode(self, items: Sequence[TowerItem], decoder: str) -> list[torch.Tensor]:
@@ -48,10 +48,7 @@ class AudioTower:
 
         Raises ValueError if an item would not give exactly the rows that were reserved for it.
         """
-        lengths = [len(item.features) for item in items]
-        counts = [-(-length // self._samples_per_row) for length in lengths]
-        if counts != [item.num_rows for item in items] or max(lengths) > self._window:
-            raise ValueError(f"windows of {lengths} samples for {[item.num_rows for item in items]} rows reserved")
+        check_counts(items, self._num_rows, self._window)
         mels = self._features(
             [item.features.numpy() for item in items],
             sampling_rate=self._features.sampling_rate,
@@ -61,4 +58,4 @@ class AudioTower:
         ).input_features
         states = self._tower(mels.to(self._device, self._dtype)).last_hidden_state
         rows = self._projectors[decoder](states.unflatten(1, (-1, self._pool)).mean(dim=2))
-        return [item[:count] for item, count in zip(rows, counts, strict=True)]
+        return [each[: item.num_rows] for each, item in zip(rows, items, strict=True)]

@@ -1,4 +1,4 @@
-"""The projector between a tower and a decoder: linear, activation, linear."""
+"""Projectors between a tower and a decoder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mmserve.models.weights import BadCheckpoint, Checkpoint
 
 
 class Projector:
-    """Frozen weights of one two-layer MLP."""
+    """Linear, activation, linear."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class Projector:
         has_newline: bool = False,
     ) -> None:
         """`num_in` is the tower's width; the decoder's is what the file says.  Raises BadCheckpoint."""
-        inner, num_out = _widths(weights)
+        num_out, inner = _shape(weights, "linear_2.weight")
         checkpoint = Checkpoint(weights.path, device, dtype, names=weights.names)
 
         def layer(name: str, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -43,12 +43,31 @@ class Projector:
         return F.linear(self._activation(F.linear(hidden, *self._first)), *self._second)
 
 
-def _widths(weights: Weights) -> tuple[int, int]:
+class LinearProjector:
+    """One linear map."""
+
+    def __init__(self, weights: Weights, num_in: int, device: torch.device, dtype: torch.dtype) -> None:
+        """`num_in` is the tower's width; the decoder's is what the file says.  Raises BadCheckpoint."""
+        num_out, _ = _shape(weights, "linear.weight")
+        checkpoint = Checkpoint(weights.path, device, dtype, names=weights.names)
+        self._weight = checkpoint.take("linear.weight", num_out, num_in)
+        self._bias = checkpoint.take("linear.bias", num_out)
+        checkpoint.finish()
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[..., num_in] -> [..., num_out]"""
+        return F.linear(hidden, self._weight, self._bias)
+
+
+def _shape(weights: Weights, name: str) -> tuple[int, int]:
+    """Of a matrix.  Raises BadCheckpoint when it isn't there, or is none."""
     try:
         headers = weights.headers()
     except BadModel as error:
         raise BadCheckpoint(str(error)) from error
-    if "linear_2.weight" not in headers:
-        raise BadCheckpoint(f"{weights.path}: missing linear_2.weight")
-    num_out, inner = headers["linear_2.weight"].shape
-    return inner, num_out
+    if name not in headers:
+        raise BadCheckpoint(f"{weights.path}: missing {name}")
+    if len(headers[name].shape) != 2:
+        raise BadCheckpoint(f"{weights.path}: {name} has shape {list(headers[name].shape)}, expected a matrix")
+    rows, columns = headers[name].shape
+    return rows, columns

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -22,3 +22,11 @@ class Tower(Protocol):
 
     def encode(self, items: Sequence[TowerItem], decoder: str) -> list[torch.Tensor]:
         """[num_rows, H] each, projected for `decoder`.  Raises ValueError if an item would not give the rows reserved for it."""
+
+
+def check_counts(clips: Sequence[TowerItem], num_rows: Callable[[int], int], longest: int | None = None) -> None:
+    """Raises ValueError unless each clip, of at most `longest` samples, gives the rows reserved for it."""
+    lengths = [len(clip.features) for clip in clips]
+    reserved = [clip.num_rows for clip in clips]
+    if [num_rows(length) for length in lengths] != reserved or (longest is not None and max(lengths) > longest):
+        raise ValueError(f"windows of {lengths} samples for {reserved} rows reserved")

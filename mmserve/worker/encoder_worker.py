@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 TOWERS = {
     "clip": "mmserve.encoders.vision_tower:VisionTower",
     "whisper": "mmserve.encoders.audio_tower:AudioTower",
+    "qwen2_audio": "mmserve.encoders.qwen2_audio_tower:Qwen2AudioTower",
 }
 """By format.  Named, not imported: each brings its own part of transformers."""
 
