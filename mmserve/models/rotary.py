@@ -145,9 +145,10 @@ class Rotary:
 
     def __init__(self, rope: Rope, head_dim: int, device: torch.device) -> None:
         self._rope = rope
-        self._exponents = (torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim).to(device)
-        somewhere = rope.scaling.frequencies(rope.theta, self._exponents, torch.zeros(1, device=device))
-        self._frequencies = somewhere.float() if somewhere.dim() == 1 else None  # None: each position has its own
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+        somewhere = rope.scaling.frequencies(rope.theta, exponents, torch.zeros(1))
+        self._exponents = exponents.to(device)
+        self._frequencies = somewhere.float().to(device) if somewhere.dim() == 1 else None  # None: each position has its own
         self._length = torch.tensor(rope.attention_factor, device=device)
         axes = [axis for axis, count in enumerate(rope.sections) for _ in range(count)]
         self._axes = torch.tensor(axes, dtype=torch.int64, device=device)  # [D/2], the axis that a pair follows
