@@ -40,8 +40,14 @@ class Rendered:
 class ChatTemplate:
     """Whether content goes in as a string or as a list of parts is found out once, by trying."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], now: Callable[[], datetime] = datetime.now) -> None:
-        """Raises BadModel when the template is no Jinja."""
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        placeholders: Mapping[MediaKind, str] | None = None,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        """`placeholders` stand in the text for media where a template takes strings only.  Raises BadModel when it is no Jinja."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
         )
@@ -53,6 +59,7 @@ class ChatTemplate:
         except TemplateSyntaxError as error:
             raise BadModel(f"the chat template is damaged in line {error.lineno}: {error.message}") from None
         self._special_tokens = special_tokens
+        self._placeholders = placeholders or {}
         self._takes_strings = self._shows("\ue0000\ue001")
         self._takes_parts = self._shows([{"type": "text", "text": "\ue0000\ue001"}])
 
@@ -82,6 +89,9 @@ class ChatTemplate:
         texts = [part for part in message.parts if isinstance(part, str)]
         if len(texts) == len(message.parts) and (self._takes_strings or not self._takes_parts):
             return {"role": message.role, "content": _mark("".join(texts), rendered.texts)}
+        kinds = {part.kind for part in message.parts if not isinstance(part, str)}
+        if self._takes_strings and not self._takes_parts and kinds <= self._placeholders.keys():
+            return {"role": message.role, "content": self._in_one_string(message, rendered)}
         content: list[dict[str, str]] = []
         for part in message.parts:
             if isinstance(part, str):
@@ -90,6 +100,17 @@ class ChatTemplate:
                 rendered.media[part.kind].append(part)
                 content.append({"type": part.kind.value})
         return {"role": message.role, "content": content}
+
+    def _in_one_string(self, message: Message, rendered: Rendered) -> str:
+        """Placeholders between the texts, for decoders that were made for text alone."""
+        content = ""
+        for part in message.parts:
+            if isinstance(part, str):
+                content += _mark(part, rendered.texts)
+            else:
+                rendered.media[part.kind].append(part)
+                content += self._placeholders[part.kind]
+        return content
 
 
 class _Generation(Extension):

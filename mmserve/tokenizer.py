@@ -40,7 +40,8 @@ class Tokenizer:
         self.prompt = prompt
         self.placeholders = placeholders
         self._tokenizer, self._plain = _load(prompt.tokenizer_file, placeholders)
-        self._template = None if prompt.chat_template is None else ChatTemplate(prompt.chat_template, prompt.special_tokens)
+        written = {kind: placeholder for placeholder, (kind, _) in placeholders.items()}
+        self._template = None if prompt.chat_template is None else ChatTemplate(prompt.chat_template, prompt.special_tokens, written)
         self._bos_ids = self._find_bos()
         self._stand_ins: dict[str, str] = {}  # special token or placeholder -> what stands for it while a prompt is encoded
         self._meaning: dict[int, int | MediaKind] = {}  # id of a stand-in -> the special token's id, or the kind of media

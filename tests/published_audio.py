@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,20 @@ import published_models as published
 import soundfile
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers import (
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
     Qwen2AudioConfig,
     Qwen2AudioEncoderConfig,
     Qwen2AudioForConditionalGeneration,
     Qwen2AudioProcessor,
     Qwen2Config,
+    WhisperConfig,
     WhisperFeatureExtractor,
+    WhisperModel,
 )
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from mmserve.media import MediaItem, MediaKind
 
@@ -34,6 +41,15 @@ QWEN2 = {
 _ENCODER = {
     "num_mel_bins": 80, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 64, "d_model": 32, "initializer_range": 0.1,
 }  # fmt: skip
+_WHISPER = {
+    "num_mel_bins": 80, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 64, "d_model": 32, "decoder_layers": 1,
+    "decoder_attention_heads": 2, "decoder_ffn_dim": 64, "vocab_size": 8, "max_source_positions": 100, "init_std": 0.1, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3,
+}  # fmt: skip
+_ULTRAVOX_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content | trim }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
 _QWEN2_AUDIO_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {% for part in message.content %}"
     "{% if part.type == 'audio' %}<|audio_bos|><|AUDIO|><|audio_eos|>{% elif part.type == 'text' %}{{ part.text }}{% endif %}"
@@ -68,6 +84,94 @@ def build_qwen2_audio(directory: Path, seed: int = 0) -> Path:
     extractor = WhisperFeatureExtractor(feature_size=80, chunk_length=LONGEST_S)
     Qwen2AudioProcessor(extractor, tokenizer, chat_template=_QWEN2_AUDIO_TEMPLATE).save_pretrained(directory)
     return directory
+
+
+def build_ultravox(directory: Path, seed: int = 0, *, norm_is_mid: bool = True) -> Path:
+    """Beside it stand `org/whisper`, by its whole name, and `llama`, by the second half of its."""
+    whisper, llama = directory.parent / "org" / "whisper", directory.parent / "llama"
+    published.build_text(llama, seed + 1, _ULTRAVOX_TEMPLATE)
+    published.save(whisper, seed + 2, lambda: WhisperModel(WhisperConfig(**_WHISPER)))
+    WhisperFeatureExtractor(feature_size=80).save_pretrained(whisper)
+    directory.mkdir()
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        shutil.copy(llama / file, directory)
+    config = {
+        "model_type": "ultravox", "audio_model_id": "org/whisper", "text_model_id": "org/llama", "stack_factor": 8,
+        "hidden_size": 48, "projector_act": "swiglu", "projector_ln_mid": norm_is_mid,
+    }  # fmt: skip
+    (directory / "config.json").write_text(json.dumps(config))
+    random = torch.Generator().manual_seed(seed)
+    norm, width = ("ln_mid", 24) if norm_is_mid else ("ln_post", 64)
+    shapes = {"ln_pre": (8 * 32,), "linear_1": (48, 8 * 32), "linear_2": (64, 24), norm: (width,)}
+    drawn = {f"multi_modal_projector.{name}.weight": torch.randn(shape, generator=random) * 0.3 for name, shape in shapes.items()}
+    save_file(drawn, directory / "model.safetensors")
+    return directory
+
+
+class Ultravox:
+    """What its publishers describe, in plain PyTorch, one chunk after the other."""
+
+    def __init__(self, directory: Path) -> None:
+        tower = WhisperModel.from_pretrained(directory.parent / "org" / "whisper", attn_implementation="eager")
+        self.encoder = tower.eval().encoder
+        self.decoder = LlamaForCausalLM.from_pretrained(directory.parent / "llama", dtype=torch.float32).eval()
+        self.tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
+        self.weights = {name.split(".", 1)[1]: tensor for name, tensor in load_file(directory / "model.safetensors").items()}
+
+    @torch.no_grad()
+    def rows(self, data: bytes) -> torch.Tensor:
+        """[rows, H]"""
+        sound = np.pad(samples(data), (0, max(0, 320 - len(samples(data)))))
+        mels = WhisperFeatureExtractor(feature_size=80)(
+            sound, sampling_rate=SAMPLE_RATE, padding="longest", pad_to_multiple_of=160, truncation=False, return_tensors="pt"
+        ).input_features
+        if mels.shape[2] <= 200:
+            return self._project(self._encode(mels, mels.shape[2]))
+        rows = []
+        for start in range(0, mels.shape[2], 200):
+            chunk = mels[:, :, start : start + 200]
+            whole = torch.nn.functional.pad(chunk, (0, 200 - chunk.shape[2]))
+            rows.append(self._project(self._encode(whole, chunk.shape[2]))[: -(-chunk.shape[2] // 16)])
+        return torch.cat(rows)
+
+    def _encode(self, mels: torch.Tensor, num_heard: int) -> torch.Tensor:
+        encoder, gelu = self.encoder, torch.nn.functional.gelu
+        states = gelu(encoder.conv2(gelu(encoder.conv1(mels)))).transpose(1, 2)
+        states = states + encoder.embed_positions.weight[: states.shape[1]]
+        mask = torch.zeros(1, 1, 1, states.shape[1])
+        mask[..., (num_heard + 1) // 2 :] = torch.finfo(torch.float32).min
+        for layer in encoder.layers:
+            states = layer(states, mask)
+        return encoder.layer_norm(states)[0]
+
+    def _project(self, states: torch.Tensor) -> torch.Tensor:
+        stacked = torch.cat([states, torch.zeros(-len(states) % 8, states.shape[1])]).reshape(-1, 8 * states.shape[1])
+        inner = self._norm("ln_pre", stacked) @ self.weights["linear_1.weight"].T
+        values, gate = inner[:, :24], inner[:, 24:]
+        return self._norm("ln_post", self._norm("ln_mid", torch.nn.functional.silu(gate) * values) @ self.weights["linear_2.weight"].T)
+
+    def _norm(self, name: str, states: torch.Tensor) -> torch.Tensor:
+        if f"{name}.weight" not in self.weights:
+            return states
+        norm = LlamaRMSNorm(states.shape[1])
+        norm.weight.data = self.weights[f"{name}.weight"]
+        return norm(states)
+
+    @torch.no_grad()
+    def greedy(self, prompt: Sequence[str | bytes], num_tokens: int) -> list[int]:
+        content = "".join(part if isinstance(part, str) else "<|audio|>" for part in prompt)
+        text = self.tokenizer.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False)
+        clips = iter([part for part in prompt if isinstance(part, bytes)])
+        pieces = []
+        for number, piece in enumerate(text.split("<|audio|>")):
+            if number:
+                pieces.append(self.rows(next(clips)))
+            ids = self.tokenizer(piece, add_special_tokens=False).input_ids
+            pieces.append(self.decoder.get_input_embeddings()(torch.tensor(ids, dtype=torch.long)))
+        ids = self.decoder.generate(
+            inputs_embeds=torch.cat(pieces)[None], max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False
+        )
+        return [int(token) for token in ids[0]]
 
 
 def split_processor(directory: Path) -> None:

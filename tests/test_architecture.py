@@ -21,7 +21,9 @@ ENGINE = {
     "token_fuser", "modality_router", "model_router", "token_stream", "readiness", "ledger", "spool",
 }  # fmt: skip
 DOORS = {"__main__", "cli", "gateway", "evals"}
-BASEMENT = {"worker", "models", "encoders.vision_tower", "encoders.audio_tower", "encoders.qwen2_audio_tower"}
+BASEMENT = {
+    "worker", "models", "encoders.vision_tower", "encoders.audio_tower", "encoders.qwen2_audio_tower", "encoders.ultravox_tower",
+}  # fmt: skip
 MAY_IMPORT = {
     **dict.fromkeys(VOCABULARY, VOCABULARY),
     "paged_kv": VOCABULARY,

@@ -141,6 +141,14 @@ def test_a_template_of_strings_says_that_it_shows_no_pictures() -> None:
         template.render([Message("user", ("see", MediaItem(MediaKind.IMAGE, b"")))])
 
 
+def test_a_template_of_strings_gets_the_placeholder_of_a_model_that_hears_all_the_same() -> None:
+    template = ChatTemplate("{% for m in messages %}{{ 'USER: ' + m.content | trim }}{% endfor %}", {}, {MediaKind.AUDIO: "<|audio|>"})
+    clip = MediaItem(MediaKind.AUDIO, b"")
+    rendered = template.render([Message("user", (clip, " say <|audio|> of ", clip))])
+    assert rendered.text == "USER: <|audio|> \ue0000\ue001 <|audio|>"
+    assert (rendered.texts, rendered.media[MediaKind.AUDIO]) == (["say <|audio|> of"], [clip, clip])
+
+
 def test_a_template_knows_the_time() -> None:
     template = ChatTemplate("{{ strftime_now('%d %b %Y') }}", {}, now=lambda: datetime(2024, 7, 26))
     assert template.render([]).text == "26 Jul 2024"

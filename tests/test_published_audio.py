@@ -11,6 +11,7 @@ import published_audio as published
 import pytest
 import pytest_asyncio
 import torch
+from safetensors.torch import load_file, save_file
 from test_composition import edit
 from transformers import Qwen2AudioForConditionalGeneration, Qwen2AudioProcessor
 
@@ -18,10 +19,13 @@ from mmserve import AsyncEngine, ChatRequest, Config, Message, SamplingParams
 from mmserve.composition import BadModel, load_composition
 from mmserve.config import EncoderConfig, ModelConfig, SchedulerConfig, StorageConfig
 from mmserve.encoders.qwen2_audio_tower import Qwen2AudioTower
+from mmserve.encoders.ultravox_tower import UltravoxTower
 from mmserve.errors import BadRequest, TooLarge
 from mmserve.media import MediaLimits
 from mmserve.models.tower import TowerItem
+from mmserve.worker.dry_load import find_problems
 
+CPU = torch.device("cpu")
 NUM_TOKENS = 24
 QWEN2_AUDIO_LENGTHS_S = [0.1, 0.77, 2.0, 0.03, 1.3333]
 PROMPTS = {
@@ -31,6 +35,11 @@ PROMPTS = {
     ],
     "words": ["tell me a story"],
 }  # fmt: skip
+
+LONG_PROMPTS = {
+    "a clip of many chunks": ["what is ", published.clip(1, 6.1), " said?"],
+    "a clip shorter than two frames": ["what is ", published.clip(1, 0.015), " said?"],
+}
 
 
 class Oracle:
@@ -45,14 +54,19 @@ def qwen2_audio(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def ultravox(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return published.build_ultravox(tmp_path_factory.mktemp("published") / "ultravox")
+
+
+@pytest.fixture(scope="module")
 def oracle(qwen2_audio: Path) -> Oracle:
     return Oracle(qwen2_audio)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(qwen2_audio: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[AsyncEngine]:
+async def engine(qwen2_audio: Path, ultravox: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[AsyncEngine]:
     config = Config(
-        model=ModelConfig(small=qwen2_audio, worker_threads=1),
+        model=ModelConfig(small=qwen2_audio, large=ultravox, worker_threads=1),
         scheduler=SchedulerConfig(kv_cache_memory_bytes=8 * 2**20, max_num_batched_tokens=64),
         encoder=EncoderConfig(shared_buffer_bytes=64 * 2**20),
         limits=MediaLimits(max_clips=3),
@@ -76,6 +90,13 @@ async def test_qwen2_audio_draws_the_tokens_of_transformers(engine: AsyncEngine,
 
 
 @pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("prompt", [*PROMPTS, *LONG_PROMPTS])
+async def test_ultravox_draws_the_tokens_of_its_description(engine: AsyncEngine, ultravox: Path, prompt: str) -> None:
+    parts = (PROMPTS | LONG_PROMPTS)[prompt]
+    assert await answer(engine, parts, "large") == published.Ultravox(ultravox).greedy(parts, NUM_TOKENS)
+
+
+@pytest.mark.asyncio(loop_scope="module")
 async def test_a_clip_longer_than_the_model_hears_is_refused_and_not_cut(engine: AsyncEngine) -> None:
     with pytest.raises(TooLarge, match="clips of at most 2 s"):
         await answer(engine, ["what?", published.clip(1, 2.01)])
@@ -94,14 +115,14 @@ def test_a_batch_of_unlike_clips_gives_the_rows_of_transformers(qwen2_audio: Pat
     inputs = published.inputs_of(oracle.processor, ["listen: ", *clips])
     theirs = published.media_rows(oracle.model, inputs, oracle.model.config.audio_token_id)
     spec = load_composition(qwen2_audio).audio_of("small")
-    tower = Qwen2AudioTower(spec, torch.device("cpu"), torch.float32)
+    tower = Qwen2AudioTower(spec, CPU, torch.float32)
     items = [TowerItem(torch.from_numpy(each), spec.num_rows(len(each))) for each in map(published.samples, clips)]
     torch.testing.assert_close(torch.cat(tower.encode(items, "small")), theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_a_tower_counts_what_it_was_promised(qwen2_audio: Path) -> None:
     spec = load_composition(qwen2_audio).audio_of("small")
-    tower = Qwen2AudioTower(spec, torch.device("cpu"), torch.float32)
+    tower = Qwen2AudioTower(spec, CPU, torch.float32)
     with pytest.raises(ValueError, match="for \\[24\\] rows reserved"):
         tower.encode([TowerItem(torch.zeros(16_000), 24)], "small")
     assert len(tower.encode([tower.blank()], "small")[0]) == 50
@@ -124,3 +145,57 @@ def test_what_is_not_built_is_refused_by_name(
     edit(copy / file, **change)
     with pytest.raises(BadModel, match=message):
         load_composition(copy)
+
+
+@pytest.mark.parametrize("norm_is_mid", [True, False])
+def test_a_batch_of_unlike_clips_gives_the_rows_that_each_gives_alone(tmp_path: Path, norm_is_mid: bool) -> None:
+    """The reference computes every chunk by itself, unpadded; ours pads them to the longest and masks."""
+    directory = published.build_ultravox(tmp_path / "ultravox", norm_is_mid=norm_is_mid)
+    clips = [published.clip(seed, seconds) for seed, seconds in enumerate([0.1, 2.0, 6.1, 0.33, 0.001, 4.0])]
+    spec = load_composition(directory).audio_of("small")
+    tower = UltravoxTower(spec, CPU, torch.float32)
+    items = [TowerItem(torch.from_numpy(each), spec.num_rows(len(each))) for each in map(published.samples, clips)]
+    oracle = published.Ultravox(directory)
+    for ours, data in zip(tower.encode(items, "small"), clips, strict=True):
+        torch.testing.assert_close(ours, oracle.rows(data), rtol=1e-4, atol=1e-5)
+
+
+def test_a_tower_and_a_decoder_that_were_trained_further_go_before_the_named_ones(ultravox: Path, tmp_path: Path) -> None:
+    shutil.copytree(ultravox.parent, tmp_path / "models")
+    directory = tmp_path / "models" / "ultravox"
+    whisper, llama = directory.parent / "org" / "whisper", directory.parent / "llama"
+    encoder = {name.replace("encoder.", "audio_tower.", 1): tensor for name, tensor in load_file(whisper / "model.safetensors").items()}
+    own = {name: tensor for name, tensor in encoder.items() if name.startswith("audio_tower.")}
+    own |= {f"language_model.{name}": tensor for name, tensor in load_file(llama / "model.safetensors").items()}
+    save_file(own | load_file(directory / "model.safetensors"), directory / "model.safetensors")
+    composition = load_composition(directory)
+    assert find_problems(composition) == ()
+    assert composition.audio_of("small").weights.path == composition.decoders["small"].weights.path == directory
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"text_model_id": "org/mistral"}, "text_model_id is 'org/mistral', which is neither .*/org/mistral nor .*/mistral"),
+        ({"audio_model_id": None}, "config.json has no audio_model_id"),
+        ({"projector_act": "gelu"}, "projector_act must be 'swiglu', got 'gelu'"),
+        ({"audio_latency_block_size": 100}, "audio_latency_block_size must be None, got 100"),
+    ],
+)
+def test_what_of_ultravox_is_not_there_or_not_built_is_named(
+    ultravox: Path, tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    copy = shutil.copytree(ultravox, tmp_path / "copy")
+    for name in ("org", "llama"):
+        (tmp_path / name).symlink_to(ultravox.parent / name)
+    edit(copy / "config.json", **change)
+    with pytest.raises(BadModel, match=message):
+        load_composition(copy)
+
+
+def test_a_tensor_that_ultravox_does_not_have_is_named(ultravox: Path, tmp_path: Path) -> None:
+    shutil.copytree(ultravox.parent, tmp_path / "models")
+    file = tmp_path / "models" / "ultravox" / "model.safetensors"
+    save_file({"lora.weight": torch.zeros(1)} | load_file(file), file)
+    with pytest.raises(BadModel, match=r"unknown lora\.weight"):
+        load_composition(file.parent)

@@ -1,7 +1,7 @@
 """A model is a composition: decoders, and per modality an encoder, a projector for each decoder, and a rule that counts rows.
 
-One small file for each format of a model directory: `composed` is our own, the others are published ones.  They read configs and the headers of
-weights; knows nothing of torch.
+One small file for each format of a model directory: `composed` is our own, the others are published ones.  They read configs and the
+headers of weights; knows nothing of torch.
 """
 
 from __future__ import annotations

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from mmserve.composition.files import read_optional_json
-from mmserve.composition.model import Directory, require
+from mmserve.composition.model import require
 from mmserve.composition.weights import BadModel
 
 SAMPLE_RATE = 16_000  # Hz
@@ -22,12 +24,12 @@ def num_pooled_rows(num_samples: int) -> int:
     return (num_frames(num_samples) + 1) // 4
 
 
-def read_longest_clip_s(directory: Directory, num_mel_bins: int) -> float:
-    """Seconds that the directory's feature extractor takes.  Raises BadModel where it does something that isn't built."""
-    values = read_optional_json(directory.path / "processor_config.json").get("feature_extractor")
-    values = values or read_optional_json(directory.path / "preprocessor_config.json")
+def read_longest_clip_s(path: Path, num_mel_bins: int) -> float:
+    """Seconds that a directory's feature extractor takes.  Raises BadModel where it does something that isn't built."""
+    values = read_optional_json(path / "processor_config.json").get("feature_extractor")
+    values = values or read_optional_json(path / "preprocessor_config.json")
     if not values:
-        raise BadModel(f"{directory.path} has no preprocessor_config.json")
+        raise BadModel(f"{path} has no preprocessor_config.json")
     for field, value in {**_BUILT, "feature_size": num_mel_bins}.items():
         require(values, field, (value,))
     return float(values.get("chunk_length", _CHUNK_S))

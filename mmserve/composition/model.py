@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mmserve.composition.specs import AudioSpec, DecoderSpec, EncoderSpec, VisionSpec
-from mmserve.composition.weights import COMPUTED, BadModel, tensor_headers
+from mmserve.composition.weights import COMPUTED, NOTHING, BadModel, WeightNames, tensor_headers
 
 
 @dataclass(frozen=True)
@@ -28,22 +28,22 @@ class Model:
     decoder: DecoderSpec
     vision: VisionSpec | None = None
     audio: AudioSpec | None = None
+    unused: WeightNames = NOTHING  # tensors of parts that aren't served
 
     def check(self) -> None:
-        """Every tensor of the directory belongs to exactly one part.  Raises BadModel naming those that don't."""
+        """Every tensor beside the decoder's or a projector's belongs to exactly one part.  Raises BadModel naming those that don't."""
         encoders: list[EncoderSpec] = [encoder for encoder in (self.vision, self.audio) if encoder is not None]
-        parts = [self.decoder.weights]
-        for encoder in encoders:
-            parts += [encoder.weights, *encoder.projectors.values()]
-        path = self.decoder.weights.path
-        names = [part.names for part in parts if part.path == path]
-        problems = []
-        for tensor in tensor_headers(path):
-            owners = sum(rule(tensor) is not None for rule in names)
-            if owners != 1 and not tensor.endswith(COMPUTED):
-                problems.append(f"unknown {tensor}" if owners == 0 else f"{tensor} belongs to several parts")
-        if problems:
-            raise BadModel(f"{path}: {'; '.join(problems)}")
+        own = [self.decoder.weights, *(projector for encoder in encoders for projector in encoder.projectors.values())]
+        parts = [*own, *(encoder.weights for encoder in encoders)]
+        for path in dict.fromkeys(part.path for part in own):
+            names = [self.unused, *(part.names for part in parts if part.path == path)]
+            problems = []
+            for tensor in tensor_headers(path):
+                owners = sum(rule(tensor) is not None for rule in names)
+                if owners != 1 and not tensor.endswith(COMPUTED):
+                    problems.append(f"unknown {tensor}" if owners == 0 else f"{tensor} belongs to several parts")
+            if problems:
+                raise BadModel(f"{path}: {'; '.join(problems)}")
 
 
 def require(config: Mapping[str, Any], field: str, allowed: tuple[object, ...]) -> None:

@@ -12,6 +12,7 @@ from mmserve.composition.llava_next import read_llava_next
 from mmserve.composition.model import Directory, Model
 from mmserve.composition.qwen2_audio import read_qwen2_audio
 from mmserve.composition.text import read_text_model
+from mmserve.composition.ultravox import read_ultravox
 from mmserve.composition.weights import BadModel
 
 READERS: Mapping[str, Callable[[Directory], Model]] = {
@@ -19,6 +20,7 @@ READERS: Mapping[str, Callable[[Directory], Model]] = {
     "llava": read_llava,
     "llava_next": read_llava_next,
     "qwen2_audio": read_qwen2_audio,
+    "ultravox": read_ultravox,
 }
 """By `model_type` of config.json."""
 

@@ -7,6 +7,7 @@ lies beyond without a word.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from mmserve.composition.decoder_config import complete_config
 from mmserve.composition.files import read_eos_token_ids, read_optional_json, read_prompt_format
@@ -62,14 +63,14 @@ def read_qwen2_audio(directory: Directory) -> Model:
         projectors={directory.name: Weights(path, PROJECTOR_NAMES)},
         placeholder=str(read_optional_json(path / "processor_config.json").get("audio_token", "<|AUDIO|>")),
         around=("", ""),
-        window_s=_window_s(directory, encoder["num_mel_bins"], encoder["max_source_positions"]),
+        window_s=_window_s(path, encoder["num_mel_bins"], encoder["max_source_positions"]),
     )
     decoder = DecoderSpec(directory.name, Weights(path, DECODER_NAMES), text, prompt, read_eos_token_ids(path, text))
     return Model(decoder, audio=audio)
 
 
-def _window_s(directory: Directory, num_mel_bins: int, num_positions: int) -> float:
-    longest_s = read_longest_clip_s(directory, num_mel_bins)
+def _window_s(path: Path, num_mel_bins: int, num_positions: int) -> float:
+    longest_s = read_longest_clip_s(path, num_mel_bins)
     heard_s = 2 * num_positions * SAMPLES_PER_FRAME / SAMPLE_RATE
     if longest_s != heard_s:
         raise BadModel(f"feature extractor: clips come out {longest_s:g} s long, the tower takes {heard_s:g} s")

@@ -39,6 +39,7 @@ class WeightNames:
 
 
 AS_WRITTEN = WeightNames((("", ""),))
+NOTHING = WeightNames(())
 
 
 @dataclass(frozen=True, slots=True)

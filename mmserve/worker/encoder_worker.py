@@ -26,6 +26,7 @@ TOWERS = {
     "clip": "mmserve.encoders.vision_tower:VisionTower",
     "whisper": "mmserve.encoders.audio_tower:AudioTower",
     "qwen2_audio": "mmserve.encoders.qwen2_audio_tower:Qwen2AudioTower",
+    "ultravox": "mmserve.encoders.ultravox_tower:UltravoxTower",
 }
 """By format.  Named, not imported: each brings its own part of transformers."""
 
