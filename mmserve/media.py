@@ -85,6 +85,7 @@ class MediaWindow:
     index: int = 0  # of the window within its item
     start: int = 0  # audio: [start, stop) in samples at the encoder's rate; images: unused
     stop: int = 0
+    grid: tuple[int, int] | None = None  # rows of a picture, down and across, where the decoder's positions have an axis for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,7 @@ class MediaSpan:
     kind: MediaKind
     start: int
     stop: int
+    grid: tuple[int, int] | None = None  # as in the window: the key decides it
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,5 +47,5 @@ def fuse(pieces: Sequence[Sequence[int] | MediaItem], prepared: Mapping[int, Pre
         for window in prepared[id(piece)].windows:
             start = len(token_ids)
             token_ids.extend([FILLER_ID] * window.num_rows)
-            spans.append(MediaSpan(window.key, window.kind, start, len(token_ids)))
+            spans.append(MediaSpan(window.key, window.kind, start, len(token_ids), window.grid))
     return FusedPrompt(token_ids, tuple(spans))

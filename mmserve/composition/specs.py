@@ -97,16 +97,21 @@ class VisionSpec(EncoderSpec):
     def rule(self) -> tuple[object, ...]:
         return (self.format, self.fit)
 
+    def grid(self, width: int, height: int) -> tuple[int, int] | None:
+        """Rows down and across where a decoder turns its heads by both; None where a picture's rows follow each other like words."""
+        return None
+
     def windows(
         self, content: bytes, decoder: str, header: ImageHeader, *, detail: str = "auto", salt: bytes = b""
     ) -> tuple[MediaWindow, ...]:
         """The one window of a picture whose bytes have the digest `content`."""
-        num_rows = self.fit.num_rows(*header.upright_size)
+        size = header.upright_size
+        num_rows = self.fit.num_rows(*size)
         key = window_key(
             content=content, kind=MediaKind.IMAGE, encoder=self.version(decoder), index=0, start=0, stop=0,
             num_rows=num_rows, detail=detail, salt=salt,
         )  # fmt: skip
-        return (MediaWindow(key, MediaKind.IMAGE, num_rows),)
+        return (MediaWindow(key, MediaKind.IMAGE, num_rows, grid=self.grid(*size)),)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mmserve.plan import BlockCopy, MediaSlice, RowSampling, StepPlan
+from mmserve.scheduler.positions import has_grids, positions_between
 from mmserve.scheduler.sequence import RowsOf, Sequence
 
 _POSITION = RowSampling._fields.index("position")
@@ -32,17 +33,21 @@ def build_plan(step_id: int, rows: Rows[Row], block_size: int, copies: tuple[Blo
     query_starts, context_lens = array("i", [0]), array("i")
     media: list[MediaSlice] = []
     sampling: list[RowSampling | None] = []
+    among_pictures: list[tuple[int, np.ndarray]] = []  # token of the plan, and positions int32 [3, n] from there on
     for sequence, start, stop in rows:
         block_ids = sequence.block_table.block_ids
         if stop == start + 1 and start >= sequence.media_stop:
             token_ids.append(sequence.token_ids[start])
-            positions.append(start)
+            positions.append(start + sequence.position_shift)
             slots.append(block_ids[start // block_size] * block_size + start % block_size)
         else:
             if start < sequence.media_stop:
                 media += _media_slices(sequence, start, stop, len(token_ids), rows_of)
             token_ids += _ids(sequence, start, stop)
-            positions.extend(range(start, stop))
+            if start < sequence.media_stop and has_grids(sequence.spans):
+                among_pictures.append((len(positions), positions_between(sequence.spans, start, stop)))
+            first = start + sequence.position_shift  # where there are pictures still, only room for what is written below
+            positions.extend(range(first, first + stop - start))
             _add_slots(slots, block_ids, start, stop, block_size)
         query_starts.append(len(token_ids))
         context_lens.append(stop)
@@ -51,7 +56,7 @@ def build_plan(step_id: int, rows: Rows[Row], block_size: int, copies: tuple[Blo
         step_id=step_id,
         seq_ids=tuple([row.sequence.seq_id for row in rows]),
         token_ids=_int32(token_ids),
-        positions=_int32(positions)[np.newaxis],
+        positions=_positions(positions, among_pictures),
         slot_mapping=_int32(slots),
         query_starts=_int32(query_starts),
         context_lens=_int32(context_lens),
@@ -61,6 +66,16 @@ def build_plan(step_id: int, rows: Rows[Row], block_size: int, copies: tuple[Blo
         copies=copies,
         media=tuple(media),
     )
+
+
+def _positions(positions: array[int], among_pictures: Rows[tuple[int, np.ndarray]]) -> np.ndarray:
+    """int32 [1, T], or [3, T] when some tokens have a position of their own on each axis."""
+    laid = _int32(positions)[np.newaxis]
+    if among_pictures:
+        laid = np.repeat(laid, 3, axis=0)
+    for start, axes in among_pictures:
+        laid[:, start : start + axes.shape[1]] = axes
+    return laid
 
 
 def _int32(numbers: array[int]) -> np.ndarray:

@@ -12,6 +12,7 @@ from mmserve.paged_kv.block_hash import HASH_STRIDE, chain_hashes
 from mmserve.paged_kv.kv_cache_manager import BlockTable
 from mmserve.plan import RowSampling
 from mmserve.request import FinishReason, SamplingParams
+from mmserve.scheduler.positions import position_shift
 from mmserve.shared_buffer import BufferSlice
 
 RowsOf = Callable[[bytes], BufferSlice | None]
@@ -52,12 +53,14 @@ class Sequence:
 
     num_prompt: int = field(init=False)
     media_stop: int = field(init=False)  # every token from here on is text
+    position_shift: int = field(init=False)  # from the index of such a token to its rotary position
     end_token_ids: frozenset[int] = field(init=False)
     row_sampling: RowSampling | None = field(init=False, default=None)  # kept by the plan builder while it can be reused
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.token_ids)
         self.media_stop = self.spans[-1].stop if self.spans else 0
+        self.position_shift = position_shift(self.spans)
         eos = () if self.sampling.ignore_eos else self.eos_token_ids
         self.end_token_ids = frozenset((*eos, *self.sampling.stop_token_ids))
 
