@@ -10,7 +10,7 @@ Five floors; imports go down only.
     vocabulary   errors  config  composition  media  request  plan  shared_buffer  transport  child_process  metrics
 
     basement     worker/  models/  encoders/vision_tower  encoders/audio_tower  encoders/qwen2_audio_tower  encoders/ultravox_tower
-                 (in worker processes; the only place with torch)
+                 encoders/qwen2_5_omni_towers  (in worker processes; the only place with torch)
 
 One request, two images and a clip:
 

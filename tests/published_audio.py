@@ -18,11 +18,14 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
+    Qwen2_5OmniThinkerConfig,
+    Qwen2_5OmniThinkerForConditionalGeneration,
     Qwen2AudioConfig,
     Qwen2AudioEncoderConfig,
     Qwen2AudioForConditionalGeneration,
     Qwen2AudioProcessor,
     Qwen2Config,
+    Qwen2VLImageProcessorPil,
     WhisperConfig,
     WhisperFeatureExtractor,
     WhisperModel,
@@ -33,6 +36,7 @@ from mmserve.media import MediaItem, MediaKind
 
 SAMPLE_RATE = 16_000  # Hz
 LONGEST_S = 2  # of a clip that the small Qwen2-Audio hears
+OMNI_LONGEST_S = 70
 
 QWEN2 = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -49,6 +53,14 @@ _WHISPER = {
 _ULTRAVOX_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content | trim }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+_OMNI_TOKENS = ("<|IMAGE|>", "<|AUDIO|>", "<|VIDEO|>", "<|vision_bos|>", "<|vision_eos|>", "<|audio_bos|>", "<|audio_eos|>")
+_OMNI_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {% for part in message.content %}"
+    "{% if part.type == 'image' %}<|vision_bos|><|IMAGE|><|vision_eos|>"
+    "{% elif part.type == 'audio' %}<|audio_bos|><|AUDIO|><|audio_eos|>"
+    "{% elif part.type == 'text' %}{{ part.text }}{% endif %}"
+    "{% endfor %}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 )
 _QWEN2_AUDIO_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {% for part in message.content %}"
@@ -172,6 +184,62 @@ class Ultravox:
             inputs_embeds=torch.cat(pieces)[None], max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False
         )
         return [int(token) for token in ids[0]]
+
+
+def build_omni(directory: Path, seed: int = 0) -> Path:
+    """The thinker alone, as `save_pretrained` writes it.  Settings of its processor, which needs torchvision, are written by hand."""
+    tokenizer = published.build_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": list(_OMNI_TOKENS)})
+    tokens = dict(zip(_OMNI_TOKENS, tokenizer.convert_tokens_to_ids(list(_OMNI_TOKENS)), strict=True))
+    config = Qwen2_5OmniThinkerConfig(
+        audio_config={**_ENCODER, "max_source_positions": 100, "n_window": 25, "output_dim": QWEN2["hidden_size"]},
+        vision_config={
+            "depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "window_size": 56, "fullatt_block_indexes": [1],
+            "out_hidden_size": QWEN2["hidden_size"], "initializer_range": 0.1,
+        },
+        text_config={**QWEN2, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}},
+        image_token_index=tokens["<|IMAGE|>"], audio_token_index=tokens["<|AUDIO|>"], video_token_index=tokens["<|VIDEO|>"],
+        audio_start_token_id=tokens["<|audio_bos|>"], audio_end_token_id=tokens["<|audio_eos|>"],
+        vision_start_token_id=tokens["<|vision_bos|>"], vision_end_token_id=tokens["<|vision_eos|>"],
+    )  # fmt: skip
+    published.save(directory, seed, lambda: Qwen2_5OmniThinkerForConditionalGeneration(config))
+    tokenizer.chat_template = _OMNI_TEMPLATE
+    tokenizer.save_pretrained(directory)
+    processor = OmniProcessor(directory)
+    settings = {"image_processor": processor.pixels.to_dict(), "feature_extractor": processor.sound.to_dict()}
+    (directory / "processor_config.json").write_text(json.dumps(settings))
+    return directory
+
+
+class OmniProcessor:
+    """What `Qwen2_5OmniProcessor` does with pictures and clips: each placeholder is repeated as often as there are rows."""
+
+    def __init__(self, directory: Path) -> None:
+        self.tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
+        self.pixels = Qwen2VLImageProcessorPil(size={"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 24})
+        self.sound = WhisperFeatureExtractor(feature_size=80, chunk_length=OMNI_LONGEST_S)
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> Any:
+        return self.tokenizer.apply_chat_template(messages, **options)
+
+    def __call__(
+        self, text: str, return_tensors: str, images: Sequence[Any] = (), audio: Sequence[np.ndarray] = (), sampling_rate: int = 0
+    ) -> dict[str, Any]:
+        inputs: dict[str, Any] = {}
+        counts: dict[str, list[int]] = {"<|IMAGE|>": [], "<|AUDIO|>": []}
+        if images:
+            inputs |= self.pixels(images, return_tensors=return_tensors)
+            counts["<|IMAGE|>"] = (inputs["image_grid_thw"].prod(-1) // 4).tolist()
+        if audio:
+            heard = self.sound(
+                audio, sampling_rate=sampling_rate, padding="max_length", return_attention_mask=True, return_tensors=return_tensors
+            )
+            inputs |= {"input_features": heard.input_features, "feature_attention_mask": heard.attention_mask}
+            counts["<|AUDIO|>"] = [((frames - 1) // 2 - 1) // 2 + 1 for frames in heard.attention_mask.sum(-1).tolist()]
+        for token, numbers in counts.items():
+            first, *rest = text.split(token)
+            text = first + "".join(token * number + piece for number, piece in zip(numbers, rest, strict=True))
+        return {**inputs, **self.tokenizer(text, return_tensors=return_tensors)}
 
 
 def split_processor(directory: Path) -> None:

@@ -23,6 +23,7 @@ ENGINE = {
 DOORS = {"__main__", "cli", "gateway", "evals"}
 BASEMENT = {
     "worker", "models", "encoders.vision_tower", "encoders.audio_tower", "encoders.qwen2_audio_tower", "encoders.ultravox_tower",
+    "encoders.qwen2_5_omni_towers",
 }  # fmt: skip
 MAY_IMPORT = {
     **dict.fromkeys(VOCABULARY, VOCABULARY),

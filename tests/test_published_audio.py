@@ -77,7 +77,7 @@ async def engine(qwen2_audio: Path, ultravox: Path, tmp_path_factory: pytest.Tem
 
 
 async def answer(engine: AsyncEngine, prompt: list[str | bytes], model: str = "small") -> list[int]:
-    sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, min_tokens=NUM_TOKENS)
+    sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, min_tokens=NUM_TOKENS)
     generation = await engine.submit(ChatRequest((Message("user", published.parts_of(prompt)),), sampling, model=model))
     return [token async for delta in generation for token in delta.token_ids]
 

@@ -70,6 +70,40 @@ class ResizeAndCrop:
 
 
 @dataclass(frozen=True, slots=True)
+class SmartResize:
+    """Qwen2-VL's way: any size within bounds, both sides whole numbers of rows.  (Roundings as in its processor in transformers.)"""
+
+    row_side: int  # pixels of a row's square
+    min_pixels: int
+    max_pixels: int
+    resample: int = 3
+
+    def feature_shape(self, width: int, height: int) -> FeatureShape:
+        across, down = self.resized(width, height)
+        return (1, down, across, 3)
+
+    def num_rows(self, width: int, height: int) -> int:
+        down, across = self.grid(width, height)
+        return down * across
+
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        """Rows down and across."""
+        resized = self.resized(width, height)
+        return resized[1] // self.row_side, resized[0] // self.row_side
+
+    def resized(self, width: int, height: int) -> tuple[int, int]:
+        side = self.row_side
+        whole = round(width / side) * side, round(height / side) * side
+        if whole[0] * whole[1] > self.max_pixels:
+            shrink = math.sqrt(width * height / self.max_pixels)
+            return max(side, math.floor(width / shrink / side) * side), max(side, math.floor(height / shrink / side) * side)
+        if whole[0] * whole[1] < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / (width * height))
+            return math.ceil(width * grow / side) * side, math.ceil(height * grow / side) * side
+        return whole
+
+
+@dataclass(frozen=True, slots=True)
 class AnyRes:
     """LLaVA-NeXT's way: the whole picture as one tile, then the tiles of the canvas, out of several, that shows most of it.
 

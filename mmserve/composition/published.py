@@ -10,6 +10,7 @@ from mmserve.composition.files import read_json
 from mmserve.composition.llava import read_llava
 from mmserve.composition.llava_next import read_llava_next
 from mmserve.composition.model import Directory, Model
+from mmserve.composition.qwen2_5_omni import read_qwen2_5_omni, read_qwen2_5_omni_thinker
 from mmserve.composition.qwen2_audio import read_qwen2_audio
 from mmserve.composition.text import read_text_model
 from mmserve.composition.ultravox import read_ultravox
@@ -21,6 +22,8 @@ READERS: Mapping[str, Callable[[Directory], Model]] = {
     "llava_next": read_llava_next,
     "qwen2_audio": read_qwen2_audio,
     "ultravox": read_ultravox,
+    "qwen2_5_omni": read_qwen2_5_omni,
+    "qwen2_5_omni_thinker": read_qwen2_5_omni_thinker,
 }
 """By `model_type` of config.json."""
 

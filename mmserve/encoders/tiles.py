@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from PIL import Image
 
-from mmserve.composition.picture_fit import AnyRes, PictureFit, ResizeAndCrop
+from mmserve.composition.picture_fit import AnyRes, PictureFit, ResizeAndCrop, SmartResize
 
 
 def cut_tiles(image: Image.Image, fit: PictureFit) -> np.ndarray:
@@ -15,6 +15,8 @@ def cut_tiles(image: Image.Image, fit: PictureFit) -> np.ndarray:
             return _crop(image, fit)[None]
         case AnyRes():
             return _any_res(image, fit)
+        case SmartResize():
+            return np.asarray(image.resize(fit.resized(*image.size), fit.resample))[None]
     raise TypeError(f"pixels can't be brought to {type(fit).__name__}")
 
 

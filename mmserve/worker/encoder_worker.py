@@ -27,6 +27,8 @@ TOWERS = {
     "whisper": "mmserve.encoders.audio_tower:AudioTower",
     "qwen2_audio": "mmserve.encoders.qwen2_audio_tower:Qwen2AudioTower",
     "ultravox": "mmserve.encoders.ultravox_tower:UltravoxTower",
+    "qwen2_5_omni_vision": "mmserve.encoders.qwen2_5_omni_towers:OmniVisionTower",
+    "qwen2_5_omni_audio": "mmserve.encoders.qwen2_5_omni_towers:OmniAudioTower",
 }
 """By format.  Named, not imported: each brings its own part of transformers."""
 
