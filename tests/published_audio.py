@@ -214,10 +214,10 @@ def build_omni(directory: Path, seed: int = 0) -> Path:
 class OmniProcessor:
     """What `Qwen2_5OmniProcessor` does with pictures and clips: each placeholder is repeated as often as there are rows."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, padding_side: str = "left") -> None:
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
         self.pixels = Qwen2VLImageProcessorPil(size={"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 24})
-        self.sound = WhisperFeatureExtractor(feature_size=80, chunk_length=OMNI_LONGEST_S)
+        self.sound = WhisperFeatureExtractor(feature_size=80, chunk_length=OMNI_LONGEST_S, padding_side=padding_side)
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> Any:
         return self.tokenizer.apply_chat_template(messages, **options)

@@ -33,7 +33,7 @@ from mmserve.worker.dry_load import find_problems
 CPU = torch.device("cpu")
 NUM_TOKENS = 24
 SIZES = [(300, 40), (57, 56), (100, 190), (20, 20), (1000, 700)]  # width, height
-LENGTHS_S = [0.1, 0.77, 2.0, 0.03, 61.0]
+LENGTHS_S = [0.1, 0.77777, 2.0, 0.0301, 61.0]
 PROMPTS = {
     "a wide picture": ["what is in ", picture(1, 300, 40), "?"],
     "pictures and clips by turns": [
@@ -92,11 +92,15 @@ async def test_a_clip_longer_than_the_model_hears_is_refused(engine: AsyncEngine
         await answer(engine, ["what?", published.clip(1, 70.01)])
 
 
-def test_towers_give_the_rows_of_transformers(omni: Path, model: Any) -> None:
+@pytest.mark.parametrize("padding_side", ["left", "right"])
+def test_towers_give_the_rows_of_transformers(omni: Path, model: Any, tmp_path: Path, padding_side: str) -> None:
+    copy = shutil.copytree(omni, tmp_path / "copy")
+    extractor = json.loads((copy / "processor_config.json").read_text())["feature_extractor"]
+    edit(copy / "processor_config.json", feature_extractor=extractor | {"padding_side": padding_side})
     clips = [published.clip(seed, seconds) for seed, seconds in enumerate(LENGTHS_S)]
     pictures = [picture(seed, *size) for seed, size in enumerate(SIZES)]
-    inputs = published.inputs_of(published.OmniProcessor(omni), ["look: ", *clips, *pictures])
-    composition = load_composition(omni)
+    inputs = published.inputs_of(published.OmniProcessor(omni, padding_side), ["look: ", *clips, *pictures])
+    composition = load_composition(copy)
     audio, vision = composition.audio_of("small"), composition.vision_of("small")
     heard = [TowerItem(torch.from_numpy(each), audio.num_rows(len(each))) for each in map(published.samples, clips)]
     seen = [

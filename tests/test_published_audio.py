@@ -134,6 +134,7 @@ def test_a_tower_counts_what_it_was_promised(qwen2_audio: Path) -> None:
         ("config.json", {"audio_config": {"model_type": "wav2vec2"}}, "model_type must be 'qwen2_audio_encoder', got 'wav2vec2'"),
         ("preprocessor_config.json", {"hop_length": 80}, "hop_length must be 160, got 80"),
         ("preprocessor_config.json", {"feature_size": 128}, "feature_size must be 80, got 128"),
+        ("preprocessor_config.json", {"padding_side": "left"}, "padding_side must be 'right', got 'left'"),
         ("preprocessor_config.json", {"chunk_length": 30}, "clips come out 30 s long, the tower takes 2 s"),
     ],
 )

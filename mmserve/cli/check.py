@@ -68,7 +68,8 @@ def weight_bytes(composition: Composition, dtype: str) -> dict[str, int]:
         for name, spec in composition.encoders(kind).items():
             parts[f"{kind.value} encoder"] = spec.weights
             parts[f"{kind.value} projector of {name}"] = spec.projectors[name]
-    return {name: ITEM_SIZE[dtype] * sum(header.num_elements for header in weights.headers().values()) for name, weights in parts.items()}
+    elements = {name: sum(header.num_elements for header in weights.headers().values()) for name, weights in parts.items()}
+    return {name: ITEM_SIZE[dtype] * count for name, count in elements.items() if count}
 
 
 def _facts(composition: Composition, args: argparse.Namespace) -> Table:

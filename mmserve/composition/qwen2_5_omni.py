@@ -1,6 +1,6 @@
 """Qwen2.5-Omni's thinker: pictures of any size and clips before a Qwen2 decoder that turns its heads by three axes.
 
-What speaks (talker and token2wav) is not served, and videos are not taken.  A clip longer than the feature extractor's 300 s is refused.
+What speaks (talker and token2wav) is not served, and videos are not taken.  Nor is a clip longer than the feature extractor takes, 300 s.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from mmserve.composition.clip_pixels import ClipPixels, read_clip_pixels
 from mmserve.composition.decoder_config import complete_config
 from mmserve.composition.files import read_eos_token_ids, read_optional_json, read_prompt_format
-from mmserve.composition.mel_frames import num_pooled_rows, read_longest_clip_s
+from mmserve.composition.mel_frames import SAMPLES_PER_FRAME, num_frames, num_pooled_rows, read_feature_extractor
 from mmserve.composition.model import Directory, Model, require
 from mmserve.composition.picture_fit import SmartResize
 from mmserve.composition.specs import AudioSpec, DecoderSpec, VisionSpec
@@ -59,12 +59,22 @@ class OmniVisionSpec(VisionSpec):
         return self.fit.grid(width, height)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OmniAudioSpec(AudioSpec):
     """A clip is one window: its loudest moment sets the scale of all its frames."""
 
+    pads_left: bool
+
+    @property
+    def rule(self) -> tuple[object, ...]:
+        return (*super().rule, self.pads_left)
+
+    def num_frames(self, num_samples: int) -> int:
+        """Silence before a clip leaves out the frame that it would share with the clip's beginning."""
+        return num_samples // SAMPLES_PER_FRAME if self.pads_left else num_frames(num_samples)
+
     def num_rows(self, num_samples: int) -> int:
-        return num_pooled_rows(num_samples)
+        return num_pooled_rows(self.num_frames(num_samples))
 
 
 def read_qwen2_5_omni(directory: Directory) -> Model:
@@ -90,6 +100,7 @@ def _build(directory: Directory, config: Mapping[str, Any], prefix: str) -> Mode
     is_tied = bool(config.get("tie_word_embeddings", False))
     text = complete_config(text | {"model_type": "qwen2", "tie_word_embeddings": is_tied})
     audio_config = dict(config.get("audio_config", {}))
+    extractor = read_feature_extractor(path, audio_config.get("num_mel_bins", 128), ("right", "left"))
     tokens = read_optional_json(path / "tokenizer_config.json")
     vision = OmniVisionSpec(
         format="qwen2_5_omni_vision",
@@ -107,7 +118,8 @@ def _build(directory: Directory, config: Mapping[str, Any], prefix: str) -> Mode
         projectors={directory.name: Weights(path, NOTHING)},
         placeholder=str(tokens.get("audio_token", "<|AUDIO|>")),
         around=("", ""),
-        window_s=read_longest_clip_s(path, audio_config.get("num_mel_bins", 128)),
+        window_s=extractor.longest_s,
+        pads_left=extractor.pads_left,
     )
     decoder = DecoderSpec(directory.name, Weights(path, _renamed(prefix, _DECODER)), text, prompt, read_eos_token_ids(path, text))
     return Model(decoder, vision, audio, unused=_SPEECH if prefix else NOTHING)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mmserve.composition.decoder_config import complete_config
 from mmserve.composition.files import read_eos_token_ids, read_optional_json, read_prompt_format
-from mmserve.composition.mel_frames import SAMPLE_RATE, SAMPLES_PER_FRAME, num_pooled_rows, read_longest_clip_s
+from mmserve.composition.mel_frames import SAMPLE_RATE, SAMPLES_PER_FRAME, num_frames, num_pooled_rows, read_feature_extractor
 from mmserve.composition.model import Directory, Model, require
 from mmserve.composition.specs import AudioSpec, DecoderSpec
 from mmserve.composition.weights import BadModel, WeightNames, Weights
@@ -44,7 +44,7 @@ class Qwen2AudioSpec(AudioSpec):
     window_s: float
 
     def num_rows(self, num_samples: int) -> int:
-        return num_pooled_rows(num_samples)
+        return num_pooled_rows(num_frames(num_samples))
 
 
 def read_qwen2_audio(directory: Directory) -> Model:
@@ -70,7 +70,7 @@ def read_qwen2_audio(directory: Directory) -> Model:
 
 
 def _window_s(path: Path, num_mel_bins: int, num_positions: int) -> float:
-    longest_s = read_longest_clip_s(path, num_mel_bins)
+    longest_s = read_feature_extractor(path, num_mel_bins).longest_s
     heard_s = 2 * num_positions * SAMPLES_PER_FRAME / SAMPLE_RATE
     if longest_s != heard_s:
         raise BadModel(f"feature extractor: clips come out {longest_s:g} s long, the tower takes {heard_s:g} s")

@@ -13,7 +13,7 @@ from typing import Any
 
 from mmserve.composition.decoder_config import complete_config
 from mmserve.composition.files import read_eos_token_ids, read_json, read_prompt_format
-from mmserve.composition.mel_frames import num_frames, read_longest_clip_s
+from mmserve.composition.mel_frames import num_frames, read_feature_extractor
 from mmserve.composition.model import Directory, Model, require
 from mmserve.composition.specs import AudioSpec, DecoderSpec
 from mmserve.composition.weights import AS_WRITTEN, BadModel, WeightNames, Weights, tensor_headers
@@ -99,7 +99,7 @@ def _tower(path: Path, config: Mapping[str, Any], has_own: bool) -> tuple[Weight
     whisper = {**_WHISPER, **(config["audio_config"] if beside is None else read_json(beside / "config.json"))}
     require(whisper, "model_type", ("whisper",))
     if beside is not None:
-        read_longest_clip_s(beside, whisper["num_mel_bins"])
+        read_feature_extractor(beside, whisper["num_mel_bins"])
     if has_own or beside is None:
         return Weights(path, WeightNames(((_TOWER, ""),))), whisper
     return Weights(beside, _WHISPER_NAMES), whisper
@@ -109,7 +109,7 @@ def _beside(path: Path, config: Mapping[str, Any], field: str) -> Path:
     """The directory that `field` of the config names."""
     name = config.get(field)
     if not name:
-        raise BadModel(f"{path}: config.json has no {field}, and the weights hold no such part")
+        raise BadModel(f"{path}: config.json has no {field}, and the part it would name is not whole in the directory itself")
     places: list[Path] = [path.parent / name, path.parent / Path(name).name]
     for place in places:
         if (place / "config.json").exists():

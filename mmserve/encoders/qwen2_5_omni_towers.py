@@ -14,12 +14,12 @@ from transformers import WhisperFeatureExtractor
 from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniAudioEncoderConfig, Qwen2_5OmniVisionEncoderConfig
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniAudioEncoder, Qwen2_5OmniVisionEncoder
 
-from mmserve.composition.mel_frames import SAMPLES_PER_FRAME, num_frames
+from mmserve.composition.mel_frames import SAMPLES_PER_FRAME
 from mmserve.composition.qwen2_5_omni import OmniAudioSpec, OmniVisionSpec
 from mmserve.models.tower import TowerItem, check_counts
 from mmserve.models.tower_weights import load_module
 
-_TAIL_FRAMES = 5  # of silence: every frame that a clip reaches into is seen, and none of them is mirrored at the end
+_SILENCE = 5 * SAMPLES_PER_FRAME  # samples: every frame that a clip reaches into is there, and none of those mirrors the far end
 
 
 class OmniVisionTower:
@@ -94,14 +94,15 @@ class OmniAudioTower:
         return list(rows.split([item.num_rows for item in items]))
 
     def _mel(self, samples: torch.Tensor) -> torch.Tensor:
-        """[bins, frames].  The same as behind 300 s of padding, at a fraction of the work."""
+        """[bins, frames].  The same as with padding to 300 s, at a fraction of the work."""
+        silence = _SILENCE + -len(samples) % SAMPLES_PER_FRAME
         mel = self._features(
-            F.pad(samples, (0, _TAIL_FRAMES * SAMPLES_PER_FRAME)).numpy(),
+            F.pad(samples, (silence, 0) if self._spec.pads_left else (0, silence)).numpy(),
             sampling_rate=self._spec.sample_rate,
             padding="longest",
-            pad_to_multiple_of=SAMPLES_PER_FRAME,
             truncation=False,
             return_tensors="pt",
             device=str(self._device),
         ).input_features[0]
-        return mel[:, : num_frames(len(samples))].to(self._device)
+        count = self._spec.num_frames(len(samples))
+        return (mel[:, mel.shape[1] - count :] if self._spec.pads_left else mel[:, :count]).to(self._device)
