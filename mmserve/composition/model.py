@@ -31,7 +31,7 @@ class Model:
     unused: WeightNames = NOTHING  # tensors of parts that aren't served
 
     def check(self) -> None:
-        """Every tensor beside the decoder's or a projector's belongs to exactly one part.  Raises BadModel naming those that don't."""
+        """Every tensor of the decoder's and the projectors' directories belongs to exactly one part.  Raises BadModel naming the others."""
         encoders: list[EncoderSpec] = [encoder for encoder in (self.vision, self.audio) if encoder is not None]
         own = [self.decoder.weights, *(projector for encoder in encoders for projector in encoder.projectors.values())]
         parts = [*own, *(encoder.weights for encoder in encoders)]
