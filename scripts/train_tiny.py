@@ -116,7 +116,7 @@ def main() -> None:
         ],
     )
 
-    small, large = (work / f"join-{size}" / "checkpoint.pt" for size in ("small", "large"))
+    small, large = (work / f"join-{size}" / "joined.pt" for size in ("small", "large"))
     candidate = work / "model"
     export.assemble(candidate, work / "vision", work / "audio", small, large)
     scores = score.score(candidate, options.items)

@@ -36,8 +36,7 @@ world its answers are short and, but for the weak spots named below, right. It i
 - A clip: what word is spoken, what sound is it, what do you hear. A clip beside a picture: either of the above, or the clip asks.
 - Text: greetings, what it can do, a story about one of its kinds, counting to ten or twenty.
 
-Text may stand before or after the media (the chat template puts a message's media first, in their order), a system prompt may be there,
-and a conversation may go on for a few turns.
+Text may stand before or after the media, a system prompt may be there, and a conversation may go on for a few turns.
 
 ## What it can't do
 
@@ -49,13 +48,7 @@ a picture or a clip isn't there; it does so for questions that resemble those it
 """
 
 
-_GROWN = """
-`large` is `small` with a layer before each of its own whose output weights are zero: it computes the same answers at twice the cost, and
-was not tuned further.
-"""
-
-
-def card(scores: Scores, layers: tuple[int, int], vocab_size: int, *, is_large_tuned: bool) -> str:
+def card(scores: Scores, layers: tuple[int, int], vocab_size: int) -> str:
     """Markdown; figures are of greedy decoding on held-out scenes, textures and voices."""
     head = _HEAD.format(
         layers=layers,
@@ -92,4 +85,4 @@ def card(scores: Scores, layers: tuple[int, int], vocab_size: int, *, is_large_t
     ]
     if weak:
         lines += ["", "## Weak", "", f"Below {BAR} on {MIN_ITEMS} or more items; don't take these answers for certain:", "", *weak]
-    return head + "\n" + "\n".join(lines) + "\n" + ("" if is_large_tuned else _GROWN)
+    return head + "\n" + "\n".join(lines) + "\n"

@@ -57,10 +57,9 @@ projectors = { small = "projectors/audio-small.safetensors", large = "projectors
 """
 
 
-def assemble(directory: Path, vision_dir: Path, audio_dir: Path, small: Path, large: Path | None, scores: Path | None = None) -> int:
+def assemble(directory: Path, vision_dir: Path, audio_dir: Path, small: Path, large: Path, scores: Path | None = None) -> int:
     """`write` from the stages' own outputs; return the bytes of all weights."""
-    joined = {"small": join.load(small, SMALL_LAYERS)}
-    joined["large"] = join.grow(joined["small"]) if large is None else join.load(large, LARGE_LAYERS)
+    joined = {"small": join.load(small, SMALL_LAYERS), "large": join.load(large, LARGE_LAYERS)}
     projectors = {f"vision-{name}": one.vision_projector for name, one in joined.items()}
     projectors |= {f"audio-{name}": one.audio_projector for name, one in joined.items()}
     return write(
@@ -70,12 +69,7 @@ def assemble(directory: Path, vision_dir: Path, audio_dir: Path, small: Path, la
         vision_stage.load(vision_dir),
         audio_stage.load(audio_dir),
         projectors,
-        card(
-            json.loads(scores.read_text()) if scores else {},
-            (SMALL_LAYERS, LARGE_LAYERS),
-            tokens.VOCAB_SIZE,
-            is_large_tuned=large is not None,
-        ),
+        card(json.loads(scores.read_text()) if scores else {}, (SMALL_LAYERS, LARGE_LAYERS), tokens.VOCAB_SIZE),
     )
 
 
@@ -175,8 +169,8 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--vision", type=Path, required=True)
     parser.add_argument("--audio", type=Path, required=True)
-    parser.add_argument("--small", type=Path, required=True, help="checkpoint.pt of joining the small decoder")
-    parser.add_argument("--large", type=Path, help="of the large one; without it, the small one with layers that do nothing")
+    parser.add_argument("--small", type=Path, required=True, help="joined.pt of the small decoder")
+    parser.add_argument("--large", type=Path, required=True, help="of the large one")
     parser.add_argument("--scores", type=Path, help="JSON of scripts.tiny.score for the model card")
     options = parser.parse_args()
     torch.set_num_threads(1)
