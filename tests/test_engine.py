@@ -101,10 +101,15 @@ def check_idle(engine: AsyncEngine) -> None:
 
 
 async def settled(engine: AsyncEngine) -> None:
-    """After the step in flight has landed and the disk writes are through."""
+    """After the step in flight has landed, cancelled fetches have let go of their rows, and the disk writes are through.
+
+    What is never let go of is a timeout here.
+    """
     await engine._media.cache.flush()
-    while any(replica.scheduler._step or replica.kv.usage for group in engine._groups.values() for replica in group._replicas):
-        await asyncio.sleep(0.01)
+    replicas = [replica for group in engine._groups.values() for replica in group._replicas]
+    async with asyncio.timeout(60):
+        while engine._media.cache.num_pinned or any(replica.scheduler._step or replica.kv.usage for replica in replicas):
+            await asyncio.sleep(0.01)
     check_idle(engine)
 
 
