@@ -133,9 +133,12 @@ class KVMachine(RuleBasedStateMachine):
 
     @invariant()
     def whatever_counts_as_computed_is_there(self) -> None:
-        if not hasattr(self, "kv") or (self.in_flight is None and self.kv._copies):
-            return  # copies are owed to the next step
+        """But for a tail whose copy is owed to the next step: one that was attached beside a step in flight was once missed in it."""
+        if not hasattr(self, "kv"):
+            return
         for each in self.live:
+            if not self.kv._copies.keys().isdisjoint(each.block_table.block_ids):
+                continue
             expected = contents_of(parts_of(each)[: each.num_computed])
             assert [self.slots[self.slot(each, position)] for position in range(each.num_computed)] == expected
 
