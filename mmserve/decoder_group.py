@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 
 from mmserve.errors import MmserveError, Overloaded, WorkerLost
 from mmserve.media import MediaSpan
@@ -16,7 +17,7 @@ from mmserve.scheduler.placement import Candidate, place
 from mmserve.scheduler.scheduler import SchedulerLimits, TokenUpdate
 from mmserve.scheduler.sequence import Sequence
 from mmserve.shared_buffer import SharedMemory
-from mmserve.supervisor import Supervisor, Worker
+from mmserve.supervisor import Supervisor, Worker, alone
 from mmserve.transport import Rendezvous
 
 log = logging.getLogger(__name__)
@@ -100,9 +101,9 @@ class DecoderGroup:
         if seq_id in self._home:
             self._home[seq_id].wake()
 
-    def _args_of_ranks(self, ranks: tuple[DecoderWorkerSpec, ...], memory: SharedMemory) -> Callable[[], list[tuple[object, ...]]]:
+    def _args_of_ranks(self, ranks: tuple[DecoderWorkerSpec, ...], memory: SharedMemory) -> Callable[[], SequenceOf[tuple[object, ...]]]:
         if len(ranks) == 1:
-            return lambda: [(ranks[0], memory)]
+            return alone(ranks[0], memory)
         rendezvous = Rendezvous()
         self._rendezvous.append(rendezvous)
 

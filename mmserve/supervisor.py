@@ -52,6 +52,7 @@ class Worker:
         self._processes = processes
         self._channels = channels
         self._alive = set(processes)
+        self._all_gone = asyncio.Event()
         self._turn = asyncio.Lock()
         self._loop = asyncio.get_running_loop()
         for process in processes:
@@ -124,7 +125,7 @@ class Worker:
         """Make sure it is gone and reaped.  Idempotent."""
         self.kill()
         try:
-            await self.died.wait()
+            await self._all_gone.wait()  # a join before that would hold up the loop
         finally:
             for channel in self._channels:
                 channel.close()
@@ -145,6 +146,8 @@ class Worker:
         self._alive.discard(process)
         self.kill()  # ranks left alone would wait for ever in a collective
         self.died.set()
+        if not self._alive:
+            self._all_gone.set()
 
 
 class Supervisor:

@@ -15,7 +15,6 @@ import json
 import os
 import random
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -25,16 +24,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 from openai import AsyncOpenAI
 from rich.console import Console
 from rich.table import Table
 
-from scripts.loopback import client, free_port, quantile, tail
+from scripts.loopback import client, free_port, quantile, stop, wait_ready
 
 ANSWER_TOKENS = 64
 PROMPT_WORDS = 230
-START_TIMEOUT_S, STOP_TIMEOUT_S = 300.0, 20.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _TEXT = """\
 the a river old house morning light walks with quiet friend letter blue garden over stone window paper small boat north wind carries voice
@@ -99,31 +96,10 @@ async def running(peer: Peer, model: Path, core: int) -> AsyncIterator[tuple[str
                 start_new_session=True,
             )
         try:
-            await _until_ready(url + peer.health, process, log)
+            await wait_ready(url + peer.health, process, log)
             yield url, process.pid
         finally:
-            if process.returncode is None:
-                process.send_signal(signal.SIGTERM)
-                try:
-                    await asyncio.wait_for(process.wait(), STOP_TIMEOUT_S)
-                except TimeoutError:
-                    process.kill()
-                    await process.wait()
-
-
-async def _until_ready(url: str, process: asyncio.subprocess.Process, log: Path) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    async with aiohttp.ClientSession() as session:
-        while True:
-            if process.returncode is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"not ready (status {process.returncode}):\n{tail(log)}")
-            try:
-                async with session.get(url) as answer:
-                    if answer.status == 200:
-                        return
-            except aiohttp.ClientError:
-                pass
-            await asyncio.sleep(0.2)
+            await stop(process)
 
 
 def cpu_seconds(session_id: int) -> float:

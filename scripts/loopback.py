@@ -51,10 +51,10 @@ async def server(data_dir: Path, *flags: str) -> AsyncIterator[str]:
     with (data_dir / "server.log").open("ab") as log:
         process = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=log, stderr=log, stdin=asyncio.subprocess.DEVNULL)
         try:
-            await _wait_ready(url, process, data_dir / "server.log")
+            await wait_ready(f"{url}/health/ready", process, data_dir / "server.log")
             yield url
         finally:
-            await _stop(process)
+            await stop(process)
 
 
 @asynccontextmanager
@@ -73,17 +73,18 @@ def free_port() -> int:
         return port
 
 
-async def _wait_ready(url: str, process: asyncio.subprocess.Process, log: Path) -> None:
+async def wait_ready(url: str, process: asyncio.subprocess.Process, log: Path) -> None:
+    """Until `url` answers 200.  Raises RuntimeError with the end of the log if the server ends first, or is too slow."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + START_TIMEOUT_S
     async with aiohttp.ClientSession() as session:
         while True:
             if process.returncode is not None:
-                raise RuntimeError(f"the server ended with status {process.returncode}:\n{tail(log)}")
+                raise RuntimeError(f"the server ended with status {process.returncode}:\n{_tail(log)}")
             if loop.time() > deadline:
-                raise RuntimeError(f"the server was not ready in {START_TIMEOUT_S:.0f} s:\n{tail(log)}")
+                raise RuntimeError(f"the server was not ready in {START_TIMEOUT_S:.0f} s:\n{_tail(log)}")
             try:
-                async with session.get(f"{url}/health/ready") as answer:
+                async with session.get(url) as answer:
                     if answer.status == 200:
                         return
             except aiohttp.ClientError:
@@ -91,11 +92,12 @@ async def _wait_ready(url: str, process: asyncio.subprocess.Process, log: Path) 
             await asyncio.sleep(0.2)
 
 
-def tail(log: Path) -> str:
+def _tail(log: Path) -> str:
     return log.read_text(errors="replace")[-2000:]
 
 
-async def _stop(process: asyncio.subprocess.Process) -> None:
+async def stop(process: asyncio.subprocess.Process) -> None:
+    """Ask, then make."""
     if process.returncode is None:
         process.send_signal(signal.SIGTERM)
         try:

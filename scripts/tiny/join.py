@@ -144,12 +144,10 @@ class Ranks:
     """
 
     def __init__(self) -> None:
-        self.rank, self._size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self._due = time.monotonic() + MERGE_S  # one machine: all ranks read the same clock
-        if self._size > 1:
-            due = torch.tensor([self._due], dtype=torch.float64)
-            dist.broadcast(due, 0)
-            self._due = due.item()
+        self.rank = dist.get_rank()
+        due = torch.tensor([time.monotonic() + MERGE_S], dtype=torch.float64)
+        dist.broadcast(due, 0)
+        self._due = due.item()  # one machine: all ranks read the same clock
         self._num_seen = 0
 
     def merge(self, num_seen: int, *states: dict[str, torch.Tensor]) -> int | None:
@@ -158,11 +156,10 @@ class Ranks:
         if time.monotonic() < self._due:
             return None
         total = torch.tensor([self._num_seen], dtype=torch.float64)
-        if self._size > 1:
-            dist.all_reduce(total)
-            for tensor in (tensor for state in states for tensor in state.values()):
-                tensor.mul_(self._num_seen / max(total.item(), 1.0))
-                dist.all_reduce(tensor)
+        dist.all_reduce(total)
+        for tensor in (tensor for state in states for tensor in state.values()):
+            tensor.mul_(self._num_seen / total.item())
+            dist.all_reduce(tensor)
         self._due += MERGE_S
         self._num_seen = 0
         return int(total.item())
