@@ -16,7 +16,7 @@ from mmserve.composition.weights import AS_WRITTEN
 from mmserve.models.attention import AttentionBackend, P
 from mmserve.models.decoder_config import DecoderConfig, parse_config, read_config
 from mmserve.models.decoder_layer import load_layer
-from mmserve.models.linear import LinearMaker
+from mmserve.models.linear import LinearMaker, compute_dtype
 from mmserve.models.parallel import WHOLE, Shard
 from mmserve.models.rotary import Rotary, rotate
 from mmserve.models.weights import META, Checkpoint
@@ -37,12 +37,12 @@ class Decoder:
         shard.require_even(config.intermediate_size, "intermediate columns")
         self.config = config
         self.device = checkpoint.device
-        self.dtype = checkpoint.dtype
+        self.dtype = compute_dtype(checkpoint.device, checkpoint.dtype)  # of hidden vectors, keys and values
         self.num_local_heads = config.num_heads // shard.size
         self.num_local_kv_heads = config.num_kv_heads // shard.of_kv_heads(config.num_kv_heads).size
         self._shard = shard
         vocabulary = (config.vocab_size, config.hidden_size)
-        make_linear = LinearMaker(self.device, self.dtype)
+        make_linear = LinearMaker(self.device, checkpoint.dtype)
         self._embedding = checkpoint.take("model.embed_tokens.weight", *vocabulary, shard=shard)
         # The head before the layers: packing a matrix takes its size again, and this is the largest.
         if config.tie_word_embeddings:
@@ -51,7 +51,7 @@ class Decoder:
         else:
             self._head = make_linear(checkpoint.take("lm_head.weight", *vocabulary, shard=shard))
         self._layers = [load_layer(config, checkpoint, i, shard, make_linear) for i in range(config.num_layers)]
-        self._norm = checkpoint.take("model.norm.weight", config.hidden_size)
+        self._norm = checkpoint.take("model.norm.weight", config.hidden_size).to(self.dtype)
         self._rotary = Rotary(config.rope, config.head_dim, self.device)
 
     @classmethod
@@ -80,11 +80,11 @@ class Decoder:
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int [T] -> [T, H]"""
         if self._shard.size == 1:
-            return F.embedding(token_ids, self._embedding)
+            return F.embedding(token_ids, self._embedding).to(self.dtype)
         local = token_ids - self._shard.part(self.config.vocab_size).start
         is_elsewhere = (local < 0) | (local >= len(self._embedding))
         rows = F.embedding(local.masked_fill(is_elsewhere, 0), self._embedding)
-        return self._shard.sum(rows.masked_fill_(is_elsewhere.unsqueeze(-1), 0))
+        return self._shard.sum(rows.masked_fill_(is_elsewhere.unsqueeze(-1), 0).to(self.dtype))
 
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend[P], plan: P) -> torch.Tensor:
         """[T, H] and int [T] (or [P, T], a row for each axis of a multi-axis rotary model) -> [T, H], after the final norm.
@@ -108,7 +108,7 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, H] -> float32 [R, V]"""
-        columns = self._head.in_float32(hidden)
+        columns = self._head(hidden).float()
         if self._shard.size == 1:
             return columns
         missing = self._shard.width(self.config.vocab_size) - columns.shape[1]

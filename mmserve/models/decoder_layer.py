@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from mmserve.models.decoder_config import DecoderConfig
-from mmserve.models.linear import Linear, LinearMaker
+from mmserve.models.linear import Linear, LinearMaker, compute_dtype
 from mmserve.models.parallel import Shard
 from mmserve.models.rotary import pairs_of_halves
 from mmserve.models.weights import Checkpoint
@@ -58,13 +58,16 @@ class _LayerReader:
         return torch.empty(shape, device=self.checkpoint.device, dtype=self.checkpoint.dtype)
 
     def _norm(self, name: str) -> torch.Tensor:
-        return self.checkpoint.take(f"{self.prefix}{name}.weight", self.config.hidden_size)
+        return self._widened(self.checkpoint.take(f"{self.prefix}{name}.weight", self.config.hidden_size))
+
+    def _widened(self, norm: torch.Tensor) -> torch.Tensor:
+        return norm.to(compute_dtype(self.checkpoint.device, self.checkpoint.dtype))
 
     def _head_norm(self, name: str) -> torch.Tensor:
         norm = self._empty(self.config.head_dim)
         halves = pairs_of_halves(norm, self.config.head_dim)
         self.checkpoint.fill(halves, f"{self.prefix}self_attn.{name}.weight", self.config.head_dim)
-        return norm
+        return self._widened(norm)
 
     def _qkv(self, kind: str, *columns: int) -> torch.Tensor:
         config, prefix = self.config, f"{self.prefix}self_attn."

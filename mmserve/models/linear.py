@@ -1,8 +1,8 @@
 """Linear layers whose weights never change, laid out for the processor they are on.
 
 In float32 and on a GPU PyTorch's own layer is as good as any.  In half precision on a CPU it is not: where the processor multiplies such
-numbers itself, oneDNN reads a matrix faster that was put into its own order beforehand; where it doesn't, a product of more than a few
-rows is several times slower than the same one in float32.
+numbers itself, oneDNN reads a matrix faster that was put into its own order beforehand; where it doesn't, a product in bfloat16 is up to
+ten times slower than in float32.  There weights are kept in 16 bits and everything else is float32: FBGEMM widens them on the way.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-_TILE_BYTES = 2 * 2**20  # of float32 weights made at once: they are used before they leave the cache
-_MAX_HALF_ROWS = 2  # up to here reading the weights is the cost, and half precision halves it
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+def compute_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """In which hidden vectors, keys and values are kept for weights of `dtype`: float32 where this CPU can't multiply halves itself."""
+    return torch.float32 if _keeps_only_weights(device, dtype) else dtype
 
 
 class Linear(Protocol):
     """x W^T + b, with W [out, in]."""
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """[R, in] -> [R, out] in the same dtype"""
-        ...
-
-    def in_float32(self, rows: torch.Tensor) -> torch.Tensor:
-        """The same in float32, not rounded in between where that is free."""
+        """[R, in] -> [R, out], both of `compute_dtype`"""
         ...
 
 
@@ -38,9 +38,6 @@ class PlainLinear:
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         return F.linear(rows, self._weight, self._bias)
 
-    def in_float32(self, rows: torch.Tensor) -> torch.Tensor:
-        return self(rows).float()
-
 
 class PackedLinear:
     """The weight in oneDNN's order, through the operators that torch.compile uses for frozen models."""
@@ -52,53 +49,44 @@ class PackedLinear:
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         return torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")
 
-    def in_float32(self, rows: torch.Tensor) -> torch.Tensor:
-        return self(rows).float()
 
+class HalfWeightLinear:
+    """The weight in float16, in FBGEMM's order; rows, sums and bias in float32.
 
-class WidenedLinear:
-    """A half-precision weight that is multiplied in float32, a tile at a time, where there are enough rows to pay for widening it."""
+    A bfloat16 weight from 2^-17 to 65504 is itself in float16, a smaller one is off by at most 2^-25.
+    """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, tile: torch.Tensor) -> None:
-        """`tile` is float32 scratch of at least one row of the weight, and layers that run one after the other may share it."""
-        self._weight = weight
-        self._bias = bias
-        self._wide_bias = None if bias is None else bias.float()
-        self._tiles = [(part, tile[: part.numel()].view_as(part)) for part in weight.split(len(tile) // weight.shape[1])]
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        """Raises ValueError for a weight that float16 can't hold."""
+        if weight.numel() and weight.abs().max() > torch.finfo(torch.float16).max:
+            raise ValueError(f"a weight of {weight.abs().max().item():g} is too large for float16; use --dtype float32")
+        self._weight = torch.ops.quantized.linear_prepack_fp16(weight.float(), None if bias is None else bias.float())
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        if len(rows) <= _MAX_HALF_ROWS:
-            return F.linear(rows, self._weight, self._bias)
-        return self.in_float32(rows).to(rows.dtype)
-
-    def in_float32(self, rows: torch.Tensor) -> torch.Tensor:
-        if len(rows) <= _MAX_HALF_ROWS:
-            return F.linear(rows, self._weight, self._bias).float()
-        wide = rows.float()
-        output = wide.new_empty(len(rows), len(self._weight))
-        start = 0
-        for part, tile in self._tiles:
-            tile.copy_(part)
-            torch.mm(wide, tile.t(), out=output[:, start : start + len(part)])
-            start += len(part)
-        return output if self._wide_bias is None else output.add_(self._wide_bias)
+        return torch.ops.quantized.linear_dynamic_fp16(rows, self._weight)
 
 
 class LinearMaker:
-    """Makes the layers of one decoder.  On a CPU they may share scratch memory: one thread at a time may run them."""
+    """Makes the layers of one decoder."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        is_half = device.type == "cpu" and torch.backends.mkldnn.is_available() and dtype in (torch.bfloat16, torch.float16)
-        self._packs = is_half and _has_arithmetic(dtype)
-        self._tile = torch.empty(_TILE_BYTES // torch.float32.itemsize) if is_half and not self._packs else None
+        """`dtype` is the weights'."""
+        is_packable = device.type == "cpu" and torch.backends.mkldnn.is_available() and dtype in _HALVES
+        self._packs = is_packable and _has_arithmetic(dtype)
+        self._keeps_only_weights = _keeps_only_weights(device, dtype)
 
     def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, is_shared: bool = False) -> Linear:
-        """`is_shared`: the weight is used elsewhere, too, and a second one in another order would cost its size again."""
-        if self._tile is not None:
-            return WidenedLinear(weight, bias, self._tile)
+        """`is_shared`: the weight is used elsewhere, too, and a second one in another order costs its size again."""
+        if self._keeps_only_weights:
+            return HalfWeightLinear(weight, bias)  # shared or not: without it a step of one row takes a fifth longer
         if self._packs and not is_shared:
             return PackedLinear(weight, bias)
         return PlainLinear(weight, bias)
+
+
+def _keeps_only_weights(device: torch.device, dtype: torch.dtype) -> bool:
+    is_slow = device.type == "cpu" and dtype in _HALVES and not _has_arithmetic(dtype)
+    return is_slow and "fbgemm" in torch.backends.quantized.supported_engines
 
 
 def _has_arithmetic(dtype: torch.dtype) -> bool:

@@ -35,9 +35,10 @@ class ModelRunner:
         self._spec = spec
         self._memory = memory
         self._device = use_device(spec.device)
-        self._dtype = getattr(torch, spec.dtype)
         pin(memory, self._device)
-        self._decoder = Decoder.load(spec.directory, self._device, self._dtype, config=spec.config, names=spec.names, shard=shard)
+        self._decoder = Decoder.load(
+            spec.directory, self._device, getattr(torch, spec.dtype), config=spec.config, names=spec.names, shard=shard
+        )
         config = self._decoder.config
         self._num_axes = 3 if config.rope.sections else 1
         self._max_model_len = min(spec.max_model_len, config.max_position_embeddings)
@@ -49,7 +50,7 @@ class ModelRunner:
             num_blocks=self._num_trial_blocks(),
             block_size=spec.block_size,
             device=self._device,
-            dtype=self._dtype,
+            dtype=self._decoder.dtype,
         )
         make_attention = attention_for(shape)
         self._graphs: DecodeGraphs | None = None
