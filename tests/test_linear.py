@@ -23,6 +23,10 @@ def weights(dtype: torch.dtype, num_out: int = 70, num_in: int = 96) -> tuple[to
     return torch.randn(num_out, num_in, generator=generator).to(dtype), torch.randn(num_out, generator=generator).to(dtype)
 
 
+def maker(device: torch.device, dtype: torch.dtype) -> LinearMaker:
+    return LinearMaker(device, dtype, computes_in=compute_dtype(device, dtype))
+
+
 def assert_is_linear(layer: Linear, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, tolerance: float) -> None:
     """`dtype` is of the rows."""
     for num_rows in (1, 2, 3, 17, 64):
@@ -38,7 +42,7 @@ def assert_is_linear(layer: Linear, weight: torch.Tensor, bias: torch.Tensor | N
 def test_the_layer_of_this_processor_is_right(dtype: torch.dtype, tolerance: float, has_bias: bool) -> None:
     weight, bias = weights(dtype)
     chosen = bias if has_bias else None
-    assert_is_linear(LinearMaker(CPU, dtype)(weight, chosen), weight, chosen, compute_dtype(CPU, dtype), tolerance)
+    assert_is_linear(maker(CPU, dtype)(weight, chosen), weight, chosen, compute_dtype(CPU, dtype), tolerance)
 
 
 def test_packed_weights_give_the_plain_product() -> None:
@@ -68,7 +72,7 @@ def test_half_precision_is_packed_where_the_processor_has_it_and_only_kept_where
     monkeypatch.setattr(linear, "_has_arithmetic", lambda dtype: has_arithmetic)
     monkeypatch.setattr(linear, "PackedLinear", PackedInName)
     weight, _ = weights(torch.bfloat16)
-    layer, shared = LinearMaker(CPU, torch.bfloat16)(weight), LinearMaker(CPU, torch.bfloat16)(weight, is_shared=True)
+    layer, shared = maker(CPU, torch.bfloat16)(weight), maker(CPU, torch.bfloat16)(weight, is_shared=True)
     if has_arithmetic:  # packing a weight that is used elsewhere too would hold it twice
         assert [type(layer), type(shared), compute_dtype(CPU, torch.bfloat16)] == [PackedInName, PlainLinear, torch.bfloat16]
     elif HAS_FBGEMM:
@@ -78,4 +82,4 @@ def test_half_precision_is_packed_where_the_processor_has_it_and_only_kept_where
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float32), ("meta", torch.bfloat16), ("cuda", torch.float16)])
 def test_float32_and_gpus_get_the_layer_of_pytorch(device: str, dtype: torch.dtype) -> None:
     weight, _ = weights(dtype)
-    assert type(LinearMaker(torch.device(device), dtype)(weight)) is PlainLinear
+    assert type(maker(torch.device(device), dtype)(weight)) is PlainLinear

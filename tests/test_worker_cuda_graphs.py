@@ -29,7 +29,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     torch.manual_seed(3)
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     build_decoder(directory, **shape, head_dim=8)
-    return Decoder.load(directory, CPU, torch.bfloat16)
+    return Decoder.load(directory, CPU, torch.bfloat16, computes_in=torch.bfloat16)  # as a GPU does
 
 
 @pytest.fixture

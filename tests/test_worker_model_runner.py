@@ -16,6 +16,7 @@ from tiny_model import build_decoder
 from transformers import LlamaForCausalLM
 
 from mmserve.models.flash_attention import FlashAttention
+from mmserve.models.linear import compute_dtype
 from mmserve.plan import DecoderWorkerSpec, MediaSlice, RowSampling, StepFailed, StepPlan, StepResult
 from mmserve.shared_buffer import BufferSlice, SharedBuffer
 from mmserve.worker.kv_budget import RESERVE_BYTES, gpu_budget
@@ -210,7 +211,7 @@ def test_ready_tells_what_fits(directory: Path, buffer: SharedBuffer) -> None:
     small = ModelRunner(spec(directory, kv_cache_memory_bytes=512 * 16 * 10), buffer.memory).ready
     assert (small.num_blocks, small.block_size, small.max_model_len, small.vocab_size, small.hidden_size) == (10, 16, 2048, 424, 64)
     half = ModelRunner(spec(directory, kv_cache_memory_bytes=512 * 16 * 10, dtype="bfloat16"), buffer.memory).ready
-    assert half.num_blocks == 20
+    assert half.num_blocks == 10 * 4 // compute_dtype(torch.device("cpu"), torch.bfloat16).itemsize
     # No more than all sequences at full length: 8 of 100 tokens in 7 blocks each
     plenty = ModelRunner(spec(directory, max_model_len=100, kv_cache_memory_bytes=2**30), buffer.memory).ready
     assert (plenty.num_blocks, plenty.max_model_len) == (56, 100)
@@ -235,6 +236,7 @@ def test_the_largest_step_runs_in_the_blocks_of_the_trial(directory: Path, buffe
 def test_recorded_steps_give_the_tokens_of_eager_ones(directory: Path, buffer: SharedBuffer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", fake_flash_attn)
     monkeypatch.setattr("mmserve.worker.model_runner.attention_for", lambda shape: FlashAttention)
+    monkeypatch.setattr("mmserve.models.decoder.compute_dtype", lambda device, dtype: dtype)  # as on a GPU
     plain = spec(directory, block_size=256, dtype="bfloat16", kv_cache_memory_bytes=8 * 2**20, max_num_seqs=4)
     eager, recorded = ModelRunner(plain, buffer.memory), ModelRunner(plain, buffer.memory)
     recorder = FakeRecorder()

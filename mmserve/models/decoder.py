@@ -28,8 +28,12 @@ class Decoder:
     All ranks of a group make the same calls in the same order, and get the same results to the bit.
     """
 
-    def __init__(self, config: DecoderConfig, checkpoint: Checkpoint, shard: Shard = WHOLE) -> None:
+    def __init__(
+        self, config: DecoderConfig, checkpoint: Checkpoint, shard: Shard = WHOLE, *, computes_in: torch.dtype | None = None
+    ) -> None:
         """Takes every tensor out of `checkpoint`; whether they fit, its `finish` says.
+
+        `computes_in` is what hidden vectors, keys and values are kept in; None: what suits device and weights.
 
         Raises ValueError if the layers can't be split over the ranks.
         """
@@ -37,12 +41,12 @@ class Decoder:
         shard.require_even(config.intermediate_size, "intermediate columns")
         self.config = config
         self.device = checkpoint.device
-        self.dtype = compute_dtype(checkpoint.device, checkpoint.dtype)  # of hidden vectors, keys and values
+        self.dtype = computes_in or compute_dtype(checkpoint.device, checkpoint.dtype)  # of hidden vectors, keys and values
         self.num_local_heads = config.num_heads // shard.size
         self.num_local_kv_heads = config.num_kv_heads // shard.of_kv_heads(config.num_kv_heads).size
         self._shard = shard
         vocabulary = (config.vocab_size, config.hidden_size)
-        make_linear = LinearMaker(self.device, checkpoint.dtype)
+        make_linear = LinearMaker(self.device, checkpoint.dtype, computes_in=self.dtype)
         self._embedding = checkpoint.take("model.embed_tokens.weight", *vocabulary, shard=shard)
         # The head before the layers: packing a matrix takes its size again, and this is the largest.
         if config.tie_word_embeddings:
@@ -64,6 +68,7 @@ class Decoder:
         config: Mapping[str, Any] | None = None,
         names: Callable[[str], str | None] = AS_WRITTEN,
         shard: Shard = WHOLE,
+        computes_in: torch.dtype | None = None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> Decoder:
         """Read a `transformers` directory, or the decoder inside a multi-modal one.
@@ -75,7 +80,7 @@ class Decoder:
         checked = Checkpoint(directory, META, dtype, names=names)
         cls(parsed, checked, shard)
         checked.finish()
-        return cls(parsed, Checkpoint(directory, device, dtype, names=names, on_progress=on_progress), shard)
+        return cls(parsed, Checkpoint(directory, device, dtype, names=names, on_progress=on_progress), shard, computes_in=computes_in)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int [T] -> [T, H]"""

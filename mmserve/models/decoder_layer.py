@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from mmserve.models.decoder_config import DecoderConfig
-from mmserve.models.linear import Linear, LinearMaker, compute_dtype
+from mmserve.models.linear import Linear, LinearMaker
 from mmserve.models.parallel import Shard
 from mmserve.models.rotary import pairs_of_halves
 from mmserve.models.weights import Checkpoint
@@ -61,7 +61,7 @@ class _LayerReader:
         return self._widened(self.checkpoint.take(f"{self.prefix}{name}.weight", self.config.hidden_size))
 
     def _widened(self, norm: torch.Tensor) -> torch.Tensor:
-        return norm.to(compute_dtype(self.checkpoint.device, self.checkpoint.dtype))
+        return norm.to(self.make_linear.computes_in)
 
     def _head_norm(self, name: str) -> torch.Tensor:
         norm = self._empty(self.config.head_dim)

@@ -16,8 +16,9 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 def compute_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """In which hidden vectors, keys and values are kept for weights of `dtype`: float32 where this CPU can't multiply halves itself."""
-    return torch.float32 if _keeps_only_weights(device, dtype) else dtype
+    """Of hidden vectors, keys and values over weights of `dtype`: float32 where this CPU can't multiply halves itself."""
+    is_slow = device.type == "cpu" and dtype in _HALVES and not _has_arithmetic(dtype)
+    return torch.float32 if is_slow and "fbgemm" in torch.backends.quantized.supported_engines else dtype
 
 
 class Linear(Protocol):
@@ -69,24 +70,20 @@ class HalfWeightLinear:
 class LinearMaker:
     """Makes the layers of one decoder."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        """`dtype` is the weights'."""
-        is_packable = device.type == "cpu" and torch.backends.mkldnn.is_available() and dtype in _HALVES
-        self._packs = is_packable and _has_arithmetic(dtype)
-        self._keeps_only_weights = _keeps_only_weights(device, dtype)
+    def __init__(self, device: torch.device, dtype: torch.dtype, *, computes_in: torch.dtype) -> None:
+        """`dtype` is the weights', `computes_in` that of what they are multiplied with."""
+        self.computes_in = computes_in
+        self._widens = dtype != computes_in
+        is_half = device.type == "cpu" and dtype in _HALVES
+        self._packs = is_half and torch.backends.mkldnn.is_available() and _has_arithmetic(dtype)
 
     def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, is_shared: bool = False) -> Linear:
         """`is_shared`: the weight is used elsewhere, too, and a second one in another order costs its size again."""
-        if self._keeps_only_weights:
+        if self._widens:
             return HalfWeightLinear(weight, bias)  # shared or not: without it a step of one row takes a fifth longer
         if self._packs and not is_shared:
             return PackedLinear(weight, bias)
         return PlainLinear(weight, bias)
-
-
-def _keeps_only_weights(device: torch.device, dtype: torch.dtype) -> bool:
-    is_slow = device.type == "cpu" and dtype in _HALVES and not _has_arithmetic(dtype)
-    return is_slow and "fbgemm" in torch.backends.quantized.supported_engines
 
 
 def _has_arithmetic(dtype: torch.dtype) -> bool:

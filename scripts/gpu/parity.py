@@ -76,7 +76,7 @@ def _run(
     with_graphs: bool = False,
 ) -> torch.Tensor:
     """float32 [logits of every row of every step, V], on the CPU."""
-    decoder = Decoder.load(directory, device, dtype)
+    decoder = Decoder.load(directory, device, dtype, computes_in=dtype)
     attention = backend(_shape(decoder, device, dtype, block_size))
     graphs = None
     if with_graphs:
