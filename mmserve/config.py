@@ -56,6 +56,7 @@ class SchedulerConfig:
     max_model_len: int | None = option(None, "tokens of prompt and answer together; the model's own limit by default")
     max_num_seqs: int = option(128, "sequences in one step")
     max_num_batched_tokens: int = option(1024, "tokens in one step: prefill is cut into chunks of at most this")
+    tpot_target_ms: float = option(35.0, "time per output token: beside running answers, prefill is cut so that steps take no longer")
     block_size: int = option(0, "tokens in a physical KV block; 0: what the attention takes, 256 with flash-attn and 16 without")
     kv_cache_memory_bytes: int = option(512 * 2**20, "KV cache on the CPU, per decoder worker")
     gpu_memory_utilization: float = option(0.9, "share of a GPU's memory for weights, activations and KV cache")

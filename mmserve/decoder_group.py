@@ -13,6 +13,7 @@ from mmserve.metrics import Metrics
 from mmserve.plan import DecoderReady, DecoderWorkerSpec, Rank
 from mmserve.replica import Replica, Rows
 from mmserve.scheduler.admission import Admission
+from mmserve.scheduler.cost_model import CostModel
 from mmserve.scheduler.placement import Candidate, place
 from mmserve.scheduler.scheduler import SchedulerLimits, TokenUpdate
 from mmserve.scheduler.sequence import Sequence
@@ -55,6 +56,7 @@ class DecoderGroup:
         self._replicas: list[Replica] = []
         self._held: dict[int, Sequence] = {}  # sequences that wait for a worker to live
         self._home: dict[int, Replica] = {}  # seq_id -> where it was placed last
+        self._costs = CostModel()  # of one replica; they are alike
         self._admission: Admission | None = None  # known once the first worker said how much it holds
         target = "mmserve.worker.main:run_decoder"
         self._rendezvous: list[Rendezvous] = []
@@ -125,6 +127,7 @@ class DecoderGroup:
             limits,
             self._rows,
             self._metrics,
+            self._costs,
             enable_prefix_caching=self._enable_prefix_caching,
             deliver=self._deliver,
             want=self._want,

@@ -403,7 +403,7 @@ class AsyncEngine:
         return DecoderGroup(
             tuple(tuple(map(spec, ranks)) for ranks in replicas),
             buffer.memory,
-            SchedulerLimits(self.max_model_len, scheduler.max_num_seqs, scheduler.max_num_batched_tokens),
+            SchedulerLimits(self.max_model_len, scheduler.max_num_seqs, scheduler.max_num_batched_tokens, scheduler.tpot_target_ms),
             self._media.cache,
             self.metrics,
             max_num_queued=scheduler.max_num_queued_reqs,

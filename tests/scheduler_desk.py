@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from kv_world import FakeMedia, FakeWorker
 
 from mmserve.paged_kv.kv_cache_manager import KVCacheManager
 from mmserve.plan import StepFailed, StepPlan
 from mmserve.request import SamplingParams
+from mmserve.scheduler.cost_model import CostModel
 from mmserve.scheduler.scheduler import Scheduler, SchedulerLimits, TokenUpdate
 from mmserve.scheduler.sequence import Sequence
 
@@ -15,10 +18,20 @@ from mmserve.scheduler.sequence import Sequence
 class Desk:
     """A scheduler with its worker, stepped by hand; `check` after everything."""
 
-    def __init__(self, *, num_blocks: int = 40, block_size: int = 16, max_num_seqs: int = 8, max_num_batched_tokens: int = 256) -> None:
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 40,
+        block_size: int = 16,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 256,
+        tpot_target_ms: float = math.inf,
+        costs: CostModel | None = None,
+    ) -> None:
         self.media = FakeMedia()
         self.kv = KVCacheManager(num_blocks, block_size)
-        self.scheduler = Scheduler(SchedulerLimits(4096, max_num_seqs, max_num_batched_tokens), self.kv, self.media.rows_of)
+        limits = SchedulerLimits(4096, max_num_seqs, max_num_batched_tokens, tpot_target_ms)
+        self.scheduler = Scheduler(limits, self.kv, self.media.rows_of, costs)
         self.worker = FakeWorker(num_blocks, block_size, self.media)
         self.truth: dict[int, Sequence] = {}
         self.now_s = 0.0

@@ -6,6 +6,7 @@ leave, steps fail and workers die, before, during and after steps.
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -34,6 +35,7 @@ class Town:
             max_model_len=self.num_blocks * block_size,
             max_num_seqs=self.rng.choice([1, 3, 8]),
             max_num_batched_tokens=self.rng.choice([self.unit - 3, 2 * block_size + 3, 8 * block_size]),
+            tpot_target_ms=self.rng.choice([math.inf, 35.0, 0.001]),
         )
         self.deaths = deaths
         self.prefix_caching = self.rng.random() < 0.9

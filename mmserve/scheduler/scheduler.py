@@ -6,6 +6,7 @@ second: a prompt, a chunk of one, the next token, a resumption after preemption 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -15,10 +16,11 @@ from mmserve.paged_kv.block_hash import HASH_STRIDE
 from mmserve.paged_kv.kv_cache_manager import BlockTable, KVCacheManager
 from mmserve.plan import SampledToken, StepFailed, StepPlan, StepResult
 from mmserve.request import FinishReason
+from mmserve.scheduler.cost_model import CostModel, shape_of
 from mmserve.scheduler.plan_builder import Row, build_plan
 from mmserve.scheduler.policy import SequenceQueue, running_key, waiting_key
 from mmserve.scheduler.sequence import RowsOf, Sequence, Status
-from mmserve.scheduler.step_budget import StepBudget
+from mmserve.scheduler.step_budget import PrefillRoom, StepBudget
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,7 @@ class SchedulerLimits:
     max_model_len: int  # tokens of one sequence
     max_num_seqs: int  # sequences in the running set
     max_num_batched_tokens: int  # tokens in one step
+    tpot_target_ms: float = math.inf  # how long a step with decodes in it may take
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,7 @@ class _Step:
 class Scheduler:
     """Decides what each step computes, and what its result means.  `schedule`, send the plan, `apply` the result, again."""
 
-    def __init__(self, limits: SchedulerLimits, kv: KVCacheManager, rows_of: RowsOf) -> None:
+    def __init__(self, limits: SchedulerLimits, kv: KVCacheManager, rows_of: RowsOf, costs: CostModel | None = None) -> None:
         self.kv = kv
         self.num_preemptions = 0
         self.num_prefix_queries = 0  # tokens of first admissions
@@ -58,6 +61,8 @@ class Scheduler:
         self.num_late_results = 0
         self._max_num_tokens = min(limits.max_model_len, kv.capacity)
         self._rows_of = rows_of
+        self._costs = CostModel() if costs is None else costs
+        self._tpot_target_ms = limits.tpot_target_ms
         self._budget = StepBudget(limits.max_num_batched_tokens, limits.max_num_seqs)
         self._max_num_stalled = limits.max_num_seqs // 4  # the share of the running set that may wait for media
         self._sequences: dict[int, Sequence] = {}
@@ -106,8 +111,8 @@ class Scheduler:
         """The next step, or None if there is nothing that can be computed now."""
         assert self._step is None, "one step at a time"
         rows: list[Row] = []
-        budget = self._schedule_running(rows, self._budget.num_tokens)
-        self._schedule_waiting(rows, budget, now_s)
+        room = self._schedule_running(rows)
+        self._schedule_waiting(rows, room, now_s)
         return self._launch(rows) if rows else None
 
     def apply(self, result: StepResult, now_s: float) -> list[TokenUpdate]:
@@ -116,6 +121,7 @@ class Scheduler:
         if step is None:
             return []
         self._budget.recover()
+        self._costs.observe(shape_of((start, stop) for _, start, stop in step.rows), result.seconds)
         failed = frozenset(result.failed_rows)
         updates: list[TokenUpdate] = []
         for index, ((sequence, start, stop), token) in enumerate(zip(step.rows, result.tokens, strict=True)):
@@ -199,11 +205,11 @@ class Scheduler:
             assert not sequence.block_table.block_ids
         self.kv.check(self._tables())
 
-    def _schedule_running(self, rows: list[Row], budget: int) -> int:
+    def _schedule_running(self, rows: list[Row]) -> PrefillRoom:
         """Decodes first: everybody who needs one token gets it.  Then those who have more to catch up on, in order."""
         catching_up: list[Sequence] = []
         index = 0
-        while index < len(self._running) and budget > 0:  # preemption shortens the queue from its end
+        while index < len(self._running) and len(rows) < self._budget.num_tokens:  # preemption shortens the queue from its end
             sequence = self._running[index]
             index += 1
             start = sequence.num_computed
@@ -211,15 +217,26 @@ class Scheduler:
                 catching_up.append(sequence)
             elif self._grow(sequence):
                 rows.append(Row(sequence, start, start + 1))
-                budget -= 1
+        room = self._room_beside(rows)
         for sequence in catching_up:
-            stop = self._stop_of_range(sequence, budget)
-            if stop > sequence.num_computed:
-                rows.append(Row(sequence, sequence.num_computed, stop))
-                budget -= stop - sequence.num_computed
-        return budget
+            self._add_row(rows, room, sequence)
+        return room
 
-    def _schedule_waiting(self, rows: list[Row], budget: int, now_s: float) -> None:
+    def _room_beside(self, decodes: list[Row]) -> PrefillRoom:
+        """What a step may hold besides these single-token rows.  Where nobody waits for the next token, a step may take its time."""
+        decode_ms = self._costs.step_ms(shape_of((start, stop) for _, start, stop in decodes))
+        ms = self._tpot_target_ms - decode_ms if decodes else math.inf
+        return PrefillRoom(self._costs, self._budget.num_tokens - len(decodes), ms)
+
+    def _add_row(self, rows: list[Row], room: PrefillRoom, sequence: Sequence) -> None:
+        """As much of the sequence as can be computed in this step, if anything."""
+        start = sequence.num_computed
+        stop = self._stop_of_range(sequence, room.num_tokens_at(start))
+        if stop > start:
+            rows.append(Row(sequence, start, stop))
+            room.take(start, stop)
+
+    def _schedule_waiting(self, rows: list[Row], room: PrefillRoom, now_s: float) -> None:
         """Admit, in order, who can start now.  Who lacks blocks holds up the rest, or small ones would overtake it for ever."""
         if not self._waiting:
             return
@@ -227,16 +244,14 @@ class Scheduler:
         num_stalled = sum(sequence.missing_span(sequence.num_computed, self._rows_of) is not None for sequence in self._running)
         headroom = self._headroom() if rows else 0
         index = 0
-        while index < len(self._waiting) and budget > 0 and len(self._running) < self._budget.num_rows:
+        while index < len(self._waiting) and room.is_open and len(self._running) < self._budget.num_rows:
             sequence = self._waiting[index]
             missing = self._first_missing(sequence)
             if self._must_wait(sequence, missing, num_stalled, under_way):
                 index += 1
             elif self._admit(sequence, headroom, now_s):
-                start, stop = sequence.num_computed, self._stop_of_range(sequence, budget)
-                rows.append(Row(sequence, start, stop))
-                budget -= stop - start
-                under_way.add(self._uncached_stride(sequence, start))
+                self._add_row(rows, room, sequence)
+                under_way.add(self._uncached_stride(sequence, sequence.num_computed))
                 num_stalled += missing is not None
                 headroom += 1
             elif missing is not None:
@@ -244,7 +259,7 @@ class Scheduler:
             elif not rows and self._running:
                 # Nobody can run: all who hold blocks wait for media.  The youngest makes room for one that doesn't.
                 self._preempt(self._running[-1])
-                self._schedule_waiting(rows, budget, now_s)
+                self._schedule_waiting(rows, room, now_s)
                 return
             else:
                 return
