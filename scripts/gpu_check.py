@@ -23,7 +23,8 @@ from rich.table import Table
 from mmserve.composition import load_composition
 from mmserve.config import has_flash_attn
 from mmserve.worker.device import release_memory
-from scripts.gpu import blend, parity, random_model, speed
+from scripts import random_model
+from scripts.gpu import blend, parity, speed
 
 
 @dataclass(frozen=True)

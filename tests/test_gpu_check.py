@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from mmserve.models.torch_attention import TorchAttention
-from scripts.gpu import parity, random_model
+from scripts import random_model
+from scripts.gpu import parity
 
 
 def test_the_check_runs_to_its_end_on_a_cpu_and_says_so_in_one_line(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from scripts import bench_pictures
 from scripts.loopback import Scrape, bucket_quantile, loopback_url, quantile, same_photo_other_bytes
 from scripts.measure_tiny import Tally, grouped, macro_accuracy, wilson
 from scripts.show_cache import broken_promises
@@ -140,3 +141,9 @@ def test_a_cache_report_that_keeps_every_promise_has_nothing_to_complain_of() ->
 def test_a_broken_promise_is_named(part: str, change: dict[str, object], complaint: str) -> None:
     (broken,) = broken_promises({**KEPT, part: {**KEPT[part], **change}})
     assert complaint in broken
+
+
+def test_a_picture_that_is_encoded_twice_is_named() -> None:
+    figures = {"distinct": {"encoded": 16}, "again": {"encoded": 0}, "one_picture": {"encoded": 1}}
+    assert bench_pictures.broken_promises(16, figures) == []
+    assert bench_pictures.broken_promises(16, {**figures, "again": {"encoded": 3}}) == ["again: 3 encoded, not 0"]

@@ -15,11 +15,10 @@ from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaFo
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 from transformers.utils.logging import disable_progress_bar
 
-SPECIAL = (
-    "<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|image|>", "<|/image|>", "<|audio|>", "<|/audio|>",
-)  # fmt: skip
+from scripts.tiny.tokenizer import CHAT_TEMPLATE, END, SPECIAL
+
 VOCAB_SIZE = 424
-EOS_TOKEN_ID = 1
+EOS_TOKEN_ID = SPECIAL.index(END)
 MAX_MODEL_LEN = 2048
 IMAGE_SIZE = 56  # pixels
 TOKENS_PER_IMAGE = 16
@@ -56,29 +55,6 @@ tokens_per_second = {TOKENS_PER_SECOND}
 projectors = {{ small = "projectors/audio-small.safetensors", large = "projectors/audio-large.safetensors" }}
 """
 
-CHAT_TEMPLATE = """\
-{%- for message in messages -%}
-{{- '<|' + message['role'] + '|>' -}}
-{%- if message['content'] is string -%}
-{{- message['content'] -}}
-{%- else -%}
-{%- for part in message['content'] -%}
-{%- if part['type'] == 'image' -%}
-{{- '<|image|><|/image|>' -}}
-{%- elif part['type'] == 'audio' -%}
-{{- '<|audio|><|/audio|>' -}}
-{%- elif part['type'] == 'text' -%}
-{{- part['text'] -}}
-{%- endif -%}
-{%- endfor -%}
-{%- endif -%}
-{{- '<|end|>' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-{{- '<|assistant|>' -}}
-{%- endif -%}
-"""
-
 _CORPUS = (
     "What is in the picture? There is a red cat on a blue background in the upper left corner.",
     "How many dogs are there? There are two dogs. Where is the car? The car is at the bottom right.",
@@ -113,7 +89,7 @@ def build(directory: Path, seed: int = 0) -> Path:
 
 
 def build_tokenizer() -> Tokenizer:
-    """Byte-level BPE: any text survives, the special tokens are ids 0 to 8."""
+    """Byte-level BPE: any text survives; the special tokens are the first ids."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

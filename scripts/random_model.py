@@ -1,7 +1,8 @@
-"""A model directory with random weights, in the shapes of published models or in small ones, and our own composition around it."""
+"""Model directories with random weights, in the shapes of published models or in small ones: our own composition, or LLaVA's format."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,26 +10,19 @@ from typing import Any
 import torch
 from huggingface_hub import save_torch_state_dict
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaForCausalLM, PretrainedConfig, WhisperConfig
+from transformers import (
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PretrainedConfig,
+    WhisperConfig,
+)
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
-SPECIAL = ("<|end|>", "<|user|>", "<|assistant|>", "<|image|>", "<|/image|>", "<|audio|>", "<|/audio|>")
-CHAT_TEMPLATE = """\
-{%- for message in messages -%}
-{{- '<|' + message['role'] + '|>' -}}
-{%- if message['content'] is string -%}
-{{- message['content'] -}}
-{%- else -%}
-{%- for part in message['content'] -%}
-{{- part['text'] if part['type'] == 'text' else '<|' + part['type'] + '|><|/' + part['type'] + '|>' -}}
-{%- endfor -%}
-{%- endif -%}
-{{- '<|end|>' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-{{- '<|assistant|>' -}}
-{%- endif -%}
-"""
+from scripts.tiny.tokenizer import CHAT_TEMPLATE, END, IMAGE, SPECIAL
 
 
 @dataclass(frozen=True)
@@ -81,8 +75,7 @@ def write_composition(directory: Path, shapes: Shapes, device: torch.device) -> 
     _write(WhisperEncoder, WhisperConfig(**shapes.audio), directory / "audio", device)
     for kind, width in (("vision", shapes.vision["hidden_size"]), ("audio", shapes.audio["d_model"])):
         _write_projector(directory / f"{kind}-projector", width, shapes.decoder["hidden_size"], device)
-    _write_tokenizer(directory / "tokenizer.json", shapes.decoder["vocab_size"])
-    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    _write_tokenizer(directory, shapes.decoder["vocab_size"])
     (directory / "composition.toml").write_text(f"""\
 name = "random"
 tokenizer = "."
@@ -112,9 +105,24 @@ projectors = {{ small = "audio-projector/model.safetensors" }}
 """)
 
 
+def write_llava(directory: Path, decoder: dict[str, Any], vision: dict[str, Any], device: torch.device) -> None:
+    """A LLaVA 1.5 directory around these config fields of its two parts; weights are drawn on `device`, in bfloat16."""
+    side = vision["image_size"]
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(**vision), text_config=_decoder_config(decoder), image_token_index=SPECIAL.index(IMAGE)
+    )
+    _write(LlavaForConditionalGeneration, config, directory, device)
+    pixels = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": side}, "crop_size": {"height": side, "width": side}}
+    (directory / "processor_config.json").write_text(json.dumps({"image_processor": pixels, "image_token": IMAGE}))
+    _write_tokenizer(directory, decoder["vocab_size"])
+
+
 def write_decoder(directory: Path, fields: dict[str, Any], device: torch.device) -> None:
-    config = LlamaConfig(**fields, tie_word_embeddings=False, bos_token_id=None, eos_token_id=0)
-    _write(LlamaForCausalLM, config, directory, device)
+    _write(LlamaForCausalLM, _decoder_config(fields), directory, device)
+
+
+def _decoder_config(fields: dict[str, Any]) -> LlamaConfig:
+    return LlamaConfig(**fields, tie_word_embeddings=False, bos_token_id=None, eos_token_id=SPECIAL.index(END))
 
 
 def _write(kind: Any, config: PretrainedConfig, directory: Path, device: torch.device) -> None:
@@ -144,12 +152,16 @@ def _write_projector(directory: Path, num_in: int, num_out: int, device: torch.d
     save_torch_state_dict({name: _drawn(name, torch.Size(shape), device) for name, shape in shapes.items()}, directory)
 
 
-def _write_tokenizer(file: Path, vocab_size: int) -> None:
-    """Bytes, and words that nothing merges into, up to the decoder's vocabulary: every id that can be drawn has a text."""
+def _write_tokenizer(directory: Path, vocab_size: int) -> None:
+    """Bytes, and words that nothing merges into, up to the decoder's vocabulary: every id that can be drawn has a text.
+
+    The special tokens and the template between them are the bundled model's.
+    """
     words = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     words += [f"w{i}" for i in range(len(words), vocab_size)]
     tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(SPECIAL))
-    tokenizer.save(str(file))
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
