@@ -11,6 +11,7 @@ Five floors; imports go down only.
 
     basement     worker/  models/  encoders/vision_tower  encoders/audio_tower  encoders/qwen2_audio_tower  encoders/ultravox_tower
                  encoders/qwen2_5_omni_towers  (in worker processes; the only place with torch)
+                 sim/  (workers of a simulated device, which need none)
 
 One request, two images and a clip:
 

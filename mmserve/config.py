@@ -37,7 +37,7 @@ class ModelConfig:
     large: Path | None = option(None, "model directory of the large decoder and its encoders")
     chat_template: Path | None = option(None, "Jinja file that goes before the model's own chat template")
     served_model_name: str | None = option(None, "name in /v1/models; the model's own by default")
-    device: str = option("auto", "where workers run", choices=("auto", "cpu", "cuda"))
+    device: str = option("auto", "where workers run", choices=("auto", "cpu", "cuda", "sim:a100", "sim:h200"))
     dtype: str = option("auto", "weights and KV cache", choices=("auto", "float32", "bfloat16", "float16"))
     seed: int = option(0, "default sampling seed for requests that give none is drawn from this")
     tensor_parallel_size: int = option(1, "devices that share each replica of the large decoder, or of the only one", short="-tp")
@@ -48,6 +48,10 @@ class ModelConfig:
     large_devices: str | None = option(None, "devices of the large decoder")
     vision_devices: str = option("0", "devices of the vision encoder")
     audio_devices: str = option("0", "devices of the audio encoder")
+    sim_small: str = option("llama-8b", "what the small decoder's simulated devices pretend to hold", choices=("llama-8b", "llama-70b"))
+    sim_large: str = option(
+        "llama-8b", "the same for the large decoder; a 70B needs -tp 4, or -tp 2 on an h200", choices=("llama-8b", "llama-70b")
+    )
     worker_threads: int = option(0, "compute threads of each worker on the CPU; 0: the cores shared out")
 
 
@@ -161,7 +165,16 @@ def parse_devices(text: str) -> tuple[int, ...]:
 
 def device_names(text: str, device: str) -> tuple[str, ...]:
     """`2,3` on CUDA is cuda:2 and cuda:3; on the CPU it's two workers that share it."""
-    return tuple("cpu" if device == "cpu" else f"cuda:{index}" for index in parse_devices(text))
+    return tuple("cpu" if device == "cpu" else f"{device}:{index}" for index in parse_devices(text))
+
+
+def is_simulated(device: str) -> bool:
+    return device.startswith("sim:")
+
+
+def worker_module(device: str) -> str:
+    """Where the entry points of this device's worker processes are."""
+    return "mmserve.sim.workers" if is_simulated(device) else "mmserve.worker.main"
 
 
 def replica_devices(text: str | None, device: str, num_ranks: int, key: str) -> tuple[tuple[str, ...], ...]:
@@ -179,6 +192,8 @@ def kv_block_size(wanted: int, device: str, dtype: str) -> int:
 
     Main keeps the books of blocks and never loads torch, so it asks here and not the backend.
     """
+    if is_simulated(device):
+        return wanted or FLASH_BLOCK_SIZE
     uses_flash = device.startswith("cuda") and dtype in ("float16", "bfloat16") and has_flash_attn()
     unit = FLASH_BLOCK_SIZE if uses_flash else TORCH_BLOCK_SIZE
     if wanted < 0 or wanted % unit:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
+from mmserve.config import worker_module
 from mmserve.errors import MmserveError, Overloaded, WorkerLost
 from mmserve.media import MediaSpan
 from mmserve.metrics import Metrics
@@ -58,7 +59,7 @@ class DecoderGroup:
         self._home: dict[int, Replica] = {}  # seq_id -> where it was placed last
         self._costs = CostModel()  # of one replica; they are alike
         self._admission: Admission | None = None  # known once the first worker said how much it holds
-        target = "mmserve.worker.main:run_decoder"
+        target = f"{worker_module(replicas[0][0].device)}:run_decoder"
         self._rendezvous: list[Rendezvous] = []
         self.supervisors = [
             Supervisor(f"{self.name}-decoder-{i}", target, self._args_of_ranks(ranks, memory), self._serve, on_restart=on_restart)

@@ -18,7 +18,7 @@ from typing import Self
 
 from mmserve.active_request import ActiveRequest, new_choice, record_timings, take_token
 from mmserve.composition import load_composition
-from mmserve.config import Config, ConfigError, device_names, kv_block_size, replica_devices
+from mmserve.config import Config, ConfigError, device_names, is_simulated, kv_block_size, replica_devices
 from mmserve.decoder_group import DecoderGroup
 from mmserve.encoders.embedding_cache import CacheEvent
 from mmserve.errors import MmserveError, Overloaded
@@ -29,7 +29,7 @@ from mmserve.media_service import MediaService
 from mmserve.metrics import Metrics
 from mmserve.modality_router import Route, route
 from mmserve.model_router import ModelChoice, choose_model
-from mmserve.plan import DecoderWorkerSpec
+from mmserve.plan import DecoderWorkerSpec, SimulatedModel
 from mmserve.readiness import proof_requests
 from mmserve.request import ChatRequest, FinishReason, Usage
 from mmserve.scheduler.scheduler import SchedulerLimits, TokenUpdate
@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 
 LONG_TEXT = 20_000  # characters; tokenizing more than this leaves the event loop
 LAG_INTERVAL_S = 0.05
+NUM_SIMULATED_IDS = 256  # different tokens in answers of simulated devices
 
 
 class AsyncEngine:
@@ -382,6 +383,11 @@ class AsyncEngine:
         num_ranks = model.small_tensor_parallel_size if is_beside_large else model.tensor_parallel_size
         devices_text = model.small_devices if name == "small" else model.large_devices
 
+        simulated = None
+        if is_simulated(device):
+            shape = model.sim_small if name == "small" else model.sim_large
+            simulated = SimulatedModel(shape, self.tokenizers[name].printable_ids(NUM_SIMULATED_IDS))
+
         def spec(device: str) -> DecoderWorkerSpec:
             return DecoderWorkerSpec(
                 name=name,
@@ -397,6 +403,7 @@ class AsyncEngine:
                 gpu_memory_utilization=scheduler.gpu_memory_utilization,
                 config=decoder.config,
                 names=decoder.weights.names,
+                simulated=simulated,
             )
 
         replicas = replica_devices(devices_text, device, num_ranks, f"{name}-devices")
@@ -431,7 +438,7 @@ class AsyncEngine:
 
 
 def _device(wanted: str) -> str:
-    """cpu or cuda.  Asks the driver's own device files, since this process never loads torch."""
+    """cpu, cuda or a simulated card.  Asks the driver's own device files, since this process never loads torch."""
     has_cuda = Path("/dev/nvidiactl").exists()
     if wanted == "cuda" and not has_cuda:
         raise ConfigError("device cuda was asked for, but this machine shows no NVIDIA device", param="device")

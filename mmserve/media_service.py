@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from mmserve.composition import Composition
-from mmserve.config import Config
+from mmserve.config import Config, worker_module
 from mmserve.encoders.decode_process import DecodeProcesses
 from mmserve.encoders.disk_tier import DiskTier
 from mmserve.encoders.embedding_cache import CacheEvent, EmbeddingCache
@@ -167,7 +167,7 @@ class MediaService:
                     self.supervisors.append(
                         Supervisor(
                             role,
-                            "mmserve.worker.main:run_encoder",
+                            f"{worker_module(device)}:run_encoder",
                             alone(worker_spec, buffer.memory),
                             client.serve,
                             on_restart=self._on_restart,

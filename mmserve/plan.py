@@ -103,12 +103,20 @@ class StepFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class SimulatedModel:
+    """What a simulated device pretends to hold."""
+
+    shape: str  # llama-8b or llama-70b
+    token_ids: tuple[int, ...]  # what answers are drawn from
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderWorkerSpec:
     """What a decoder worker is started with."""
 
     name: str  # small or large
     directory: Path  # transformers layout: config.json, *.safetensors
-    device: str  # cpu or cuda:N
+    device: str  # cpu, cuda:N or sim:CARD:N
     dtype: str  # float32, bfloat16 or float16
     num_threads: int
     block_size: int
@@ -119,6 +127,7 @@ class DecoderWorkerSpec:
     gpu_memory_utilization: float
     config: Mapping[str, Any] | None = None  # the decoder's own, complete; None: the directory's config.json
     names: WeightNames = AS_WRITTEN  # name of a tensor in the files -> Llama's name, None for another part's
+    simulated: SimulatedModel | None = None  # on a simulated device
 
 
 @dataclass(frozen=True, slots=True)

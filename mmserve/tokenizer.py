@@ -6,6 +6,7 @@ decides about its tokens, but with special tokens off; where the template wrote 
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import secrets
@@ -62,6 +63,11 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def printable_ids(self, count: int) -> tuple[int, ...]:
+        """The first `count` ids, or all there are, of ordinary tokens that are printable ASCII on their own."""
+        texts = ((token_id, self.decode([token_id])) for token_id in range(self.vocab_size))
+        return tuple(itertools.islice((token_id for token_id, text in texts if text and text.isascii() and text.isprintable()), count))
 
     def detokenizer(self, prompt_tail: Sequence[int]) -> Detokenizer:
         return Detokenizer(self._tokenizer, prompt_tail)

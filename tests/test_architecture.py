@@ -33,6 +33,7 @@ MAY_IMPORT = {
     **dict.fromkeys(ENGINE, VOCABULARY | {"paged_kv", "scheduler", "encoders"} | ENGINE),
     **dict.fromkeys(DOORS, VOCABULARY | ENGINE | DOORS),
     **dict.fromkeys(BASEMENT, VOCABULARY | BASEMENT),
+    "sim": VOCABULARY | {"worker"},
 }
 PURE = {"paged_kv", "scheduler", "token_fuser", "modality_router", "model_router"}
 NOT_PURE = {"asyncio", "socket", "subprocess", "threading", "time", "torch", "transformers"}

@@ -27,18 +27,20 @@ def run_decoder(end: socket.socket, spec: DecoderWorkerSpec, memory: SharedMemor
 
     With a `rank` it is one of several that hold the decoder together and are sent the same plans.
     """
-    _prepare_process(f"decoder-{spec.name}" + (f"-rank-{rank.rank}" if rank else ""), spec.num_threads)
+    prepare_process(f"decoder-{spec.name}" + (f"-rank-{rank.rank}" if rank else ""), spec.num_threads)
+    _set_num_threads(spec.num_threads)
     from mmserve.worker.decoder_worker import start_decoder
 
-    _live(end, lambda: start_decoder(spec, memory, rank))
+    live(end, lambda: start_decoder(spec, memory, rank))
 
 
 def run_encoder(end: socket.socket, spec: EncoderWorkerSpec, memory: SharedMemory) -> None:
     """Load, warm up, report EncoderReady, then answer each EncodePlan until Shutdown or until main is gone."""
-    _prepare_process(f"encoder-{spec.kind.value}", spec.num_threads)
+    prepare_process(f"encoder-{spec.kind.value}", spec.num_threads)
+    _set_num_threads(spec.num_threads)
     from mmserve.worker.encoder_worker import start_encoder
 
-    _live(end, lambda: start_encoder(spec, memory))
+    live(end, lambda: start_encoder(spec, memory))
 
 
 def serve(channel: WorkerChannel, ready: object, answer: Callable[[Any], object]) -> None:
@@ -51,7 +53,8 @@ def serve(channel: WorkerChannel, ready: object, answer: Callable[[Any], object]
         return
 
 
-def _live(end: socket.socket, start: Callable[[], tuple[object, Callable[[Any], object]]]) -> None:
+def live(end: socket.socket, start: Callable[[], tuple[object, Callable[[Any], object]]]) -> None:
+    """One life: `start` gives the ready report and the function that answers.  Exits with 1 if it can't."""
     try:
         ready, answer = start()
     except Exception:
@@ -77,7 +80,7 @@ def _heed_only_the_parents_sigterm() -> None:
     threading.Thread(target=watch, name="sigterm", daemon=True).start()
 
 
-def _prepare_process(name: str, num_threads: int) -> None:
+def prepare_process(name: str, num_threads: int) -> None:
     """Environment and signals.  Must come before torch is imported."""
     # Waiting OpenMP threads that spin take the cores from those that compute.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -88,6 +91,8 @@ def _prepare_process(name: str, num_threads: int) -> None:
     faulthandler.enable()  # a crash in native code says where
     logging.basicConfig(format=f"%(asctime)s %(levelname)s worker={name} %(message)s", level=logging.WARNING)
 
+
+def _set_num_threads(num_threads: int) -> None:
     from mmserve.worker.device import set_num_threads
 
     set_num_threads(num_threads)
