@@ -14,8 +14,8 @@ from mmserve.metrics import Metrics
 from mmserve.plan import DecoderReady, DecoderWorkerSpec, Rank
 from mmserve.replica import Replica, Rows
 from mmserve.scheduler.admission import Admission
-from mmserve.scheduler.cost_model import CostModel
 from mmserve.scheduler.placement import Candidate, place
+from mmserve.scheduler.records import Records
 from mmserve.scheduler.scheduler import SchedulerLimits, TokenUpdate
 from mmserve.scheduler.sequence import Sequence
 from mmserve.shared_buffer import SharedMemory
@@ -57,7 +57,7 @@ class DecoderGroup:
         self._replicas: list[Replica] = []
         self._held: dict[int, Sequence] = {}  # sequences that wait for a worker to live
         self._home: dict[int, Replica] = {}  # seq_id -> where it was placed last
-        self._costs = CostModel()  # of one replica; they are alike
+        self._records = Records()
         self._admission: Admission | None = None  # known once the first worker said how much it holds
         target = f"{worker_module(replicas[0][0].device)}:run_decoder"
         self._rendezvous: list[Rendezvous] = []
@@ -87,7 +87,7 @@ class DecoderGroup:
             self._held[sequence.seq_id] = sequence
             return
         schedulers = [replica.scheduler for replica in self._replicas]
-        candidates = [Candidate(each.match(sequence), each.num_pending_tokens) for each in schedulers]
+        candidates = [Candidate(each.saved_ms(sequence), each.pending_ms) for each in schedulers]
         replica = self._replicas[place(candidates)]
         self._home[sequence.seq_id] = replica
         replica.add(sequence)
@@ -128,7 +128,7 @@ class DecoderGroup:
             limits,
             self._rows,
             self._metrics,
-            self._costs,
+            self._records,
             enable_prefix_caching=self._enable_prefix_caching,
             deliver=self._deliver,
             want=self._want,

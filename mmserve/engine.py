@@ -235,6 +235,7 @@ class AsyncEngine:
                     priority=request.priority,
                     arrival_s=arrival_s,
                     salt=request.cache_salt.encode(),
+                    tenant=request.tenant,
                 ),
                 self.tokenizers[choice.model],
             )

@@ -17,7 +17,7 @@ from mmserve.media import MediaSpan
 from mmserve.metrics import Metrics
 from mmserve.paged_kv.kv_cache_manager import KVCacheManager
 from mmserve.plan import DecoderReady, StepFailed, StepPlan, StepResult
-from mmserve.scheduler.cost_model import CostModel
+from mmserve.scheduler.records import Records
 from mmserve.scheduler.scheduler import Scheduler, SchedulerLimits, TokenUpdate
 from mmserve.scheduler.sequence import Sequence
 from mmserve.shared_buffer import BufferSlice
@@ -50,7 +50,7 @@ class Replica:
         limits: SchedulerLimits,
         rows: Rows,
         metrics: Metrics,
-        costs: CostModel,
+        records: Records,
         *,
         enable_prefix_caching: bool,
         deliver: Callable[[list[TokenUpdate]], None],
@@ -58,7 +58,7 @@ class Replica:
     ) -> None:
         self.name = name  # the decoder's: small or large
         self.kv = KVCacheManager(ready.num_blocks, ready.block_size, enable_prefix_caching=enable_prefix_caching)
-        self.scheduler = Scheduler(limits, self.kv, rows.lookup, costs)
+        self.scheduler = Scheduler(limits, self.kv, rows.lookup, records)
         self._worker = worker
         self._rows = rows
         self._metrics = metrics

@@ -8,9 +8,10 @@ import numpy as np
 from kv_world import FakeMedia, FakeWorker
 
 from mmserve.paged_kv.kv_cache_manager import KVCacheManager
-from mmserve.plan import StepFailed, StepPlan
+from mmserve.plan import SampledToken, StepFailed, StepPlan, StepResult
 from mmserve.request import SamplingParams
-from mmserve.scheduler.cost_model import CostModel
+from mmserve.scheduler.cost_model import Coefficients, CostModel, shape_of
+from mmserve.scheduler.records import Records
 from mmserve.scheduler.scheduler import Scheduler, SchedulerLimits, TokenUpdate
 from mmserve.scheduler.sequence import Sequence
 
@@ -31,7 +32,7 @@ class Desk:
         self.media = FakeMedia()
         self.kv = KVCacheManager(num_blocks, block_size)
         limits = SchedulerLimits(4096, max_num_seqs, max_num_batched_tokens, tpot_target_ms)
-        self.scheduler = Scheduler(limits, self.kv, self.media.rows_of, costs)
+        self.scheduler = Scheduler(limits, self.kv, self.media.rows_of, Records(costs or CostModel()))
         self.worker = FakeWorker(num_blocks, block_size, self.media)
         self.truth: dict[int, Sequence] = {}
         self.now_s = 0.0
@@ -85,3 +86,11 @@ def greedy(**fields: object) -> SamplingParams:
 
 def output(each: Sequence) -> list[int]:
     return list(each.token_ids[each.num_prompt :])
+
+
+def stopwatch(plan: StepPlan, true: Coefficients) -> StepResult:
+    """What a device that takes `true` time and says nothing but ones would answer."""
+    starts, stops = plan.context_lens - np.diff(plan.query_starts), plan.context_lens
+    shape = shape_of(zip(starts.tolist(), stops.tolist(), strict=True))
+    tokens = tuple(SampledToken(1) if wants else None for wants in plan.wants_token.tolist())
+    return StepResult(plan.step_id, tokens, seconds=CostModel(true).step_ms(shape) / 1e3)

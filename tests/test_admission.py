@@ -81,6 +81,7 @@ def test_an_empty_prompt_is_a_bad_request():
         ([Candidate(64, 900), Candidate(64, 100), Candidate(64, 500)], 1),  # then least pending
         ([Candidate(500, 400), Candidate(0, 0)], 0),  # a hit worth waiting for
         ([Candidate(500, 600), Candidate(0, 0)], 1),  # one that isn't
+        ([Candidate(0.0, 0.4), Candidate(0.0, 0.3)], 1),
         ([Candidate(100, 100), Candidate(0, 0)], 1),  # no better either way: the idle one
         ([Candidate(0, 0), Candidate(0, 0)], 0),
     ],

@@ -38,7 +38,7 @@ def test_a_large_request_is_served_under_endless_small_ones():
         desk.step()
         if desk.truth[0].first_step_s is not None:
             break
-    assert desk.truth[0].first_step_s == pytest.approx(2.0)
+    assert desk.truth[0].first_step_s == pytest.approx(1.0)  # it costs some 92 ms, and ages by 100 a second
 
 
 def test_who_lacks_blocks_is_not_overtaken_by_who_needs_fewer():

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kv_world import FakeMedia, sequence
-from scheduler_desk import Desk, greedy
+from scheduler_desk import Desk, greedy, stopwatch
 
 from mmserve.paged_kv.kv_cache_manager import KVCacheManager
-from mmserve.plan import SampledToken, StepResult
 from mmserve.scheduler.cost_model import PRIOR, Coefficients, CostModel, shape_of
 from mmserve.scheduler.scheduler import Scheduler, SchedulerLimits
 from mmserve.scheduler.step_budget import PREFILL_FLOOR, PrefillRoom
@@ -70,13 +69,9 @@ def test_on_a_slower_box_than_was_thought_steps_still_come_to_take_what_they_may
             scheduler.add(sequence(i, str(i), 1500))
         plan = scheduler.schedule(float(i))
         assert plan is not None
-        stops = plan.context_lens.tolist()
-        counts = (plan.query_starts[1:] - plan.query_starts[:-1]).tolist()
-        shape = shape_of((stop - count, stop) for stop, count in zip(stops, counts, strict=True))
-        ms = CostModel(true).step_ms(shape)
-        durations.append(ms)
-        tokens = tuple(SampledToken(1) if wants else None for wants in plan.wants_token.tolist())
-        scheduler.apply(StepResult(plan.step_id, tokens, seconds=ms / 1e3), float(i))
+        result = stopwatch(plan, true)
+        durations.append(1e3 * result.seconds)
+        scheduler.apply(result, float(i))
     assert max(durations[40:]) < 53  # as planned by the prior: above 120
     assert sorted(durations[40:])[len(durations[40:]) // 2] > 45
 

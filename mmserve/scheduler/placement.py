@@ -10,18 +10,18 @@ from dataclasses import dataclass
 class Candidate:
     """A replica as seen by one sequence."""
 
-    num_cached: int  # tokens of the sequence in the replica's prefix cache
-    num_pending: int  # tokens the replica has still to compute for others
+    saved_ms: float  # GPU time that its prefix cache would save the sequence
+    pending_ms: float  # GPU time it has still to spend on others
 
 
 def place(candidates: Sequence[Candidate]) -> int:
     """Index of the replica to choose: the longest cached prefix, unless there is more to wait for than it saves; else the least pending.
 
-    Both are tokens to compute, so they can be subtracted.  By the prefix alone, a common system prompt would send everybody to one replica.
+    Both are GPU time, so they can be subtracted.  By the prefix alone, a common system prompt would send everybody to one replica.
     """
 
-    def cost(index: int) -> tuple[int, int]:
+    def cost(index: int) -> tuple[float, float]:
         candidate = candidates[index]
-        return (candidate.num_pending - candidate.num_cached, candidate.num_pending)
+        return (candidate.pending_ms - candidate.saved_ms, candidate.pending_ms)
 
     return min(range(len(candidates)), key=cost)

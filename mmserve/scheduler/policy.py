@@ -7,24 +7,29 @@ from collections.abc import Iterator
 
 from mmserve.scheduler.sequence import Sequence
 
-AGEING_TOKENS_PER_S = 500.0
-"""How fast a waiting sequence grows cheaper.  A 4,000-token prompt is overtaken by small ones that come up to 8 s later."""
+AGEING_MS_PER_S = 100.0
+"""How fast a waiting sequence grows cheaper.  On an A100 a prompt with six pictures is overtaken by small ones for up to 4 s."""
 
-Key = tuple[float, ...]
+MAX_OVERTAKEN_S = 15.0
+"""However slow the device, nobody is overtaken by those who come later than this: half of what a first step may be waited for."""
+
+Key = tuple[int, bool, float, int]
+"""Priority, whether nothing was said yet, a time in seconds, seq_id."""
 
 
-def waiting_key(sequence: Sequence, num_uncached: int) -> Key:
-    """Priority; then streams that have begun; then cost in tokens to compute, aged.
+def waiting_key(sequence: Sequence, cost_ms: float) -> Key:
+    """Priority; then streams that have begun; then estimated GPU time, aged.
 
-    Everybody ages at the same rate, so the order of two sequences never changes and `cost - rate * (now - arrival)` can leave out `now`.
+    Everybody ages at the same rate, so the order of two sequences never changes and `cost - rate * (now - arrival)` can leave out `now`:
+    divided by the rate it is the time until which those who cost nothing go first.
     """
-    aged_cost = num_uncached + AGEING_TOKENS_PER_S * sequence.arrival_s
-    return (sequence.priority, sequence.num_output == 0, aged_cost, sequence.seq_id)
+    overtaken_s = min(cost_ms / AGEING_MS_PER_S, MAX_OVERTAKEN_S)
+    return (sequence.priority, sequence.num_output == 0, sequence.arrival_s + overtaken_s, sequence.seq_id)
 
 
 def running_key(sequence: Sequence) -> Key:
     """The last one is the first to be preempted: lowest priority, youngest."""
-    return (sequence.priority, sequence.arrival_s, sequence.seq_id)
+    return (sequence.priority, False, sequence.arrival_s, sequence.seq_id)
 
 
 class SequenceQueue:
@@ -55,3 +60,8 @@ class SequenceQueue:
 
     def __getitem__(self, index: int) -> Sequence:
         return self._sequences[index]
+
+    def delayed(self, delay_s: float) -> Iterator[tuple[Key, Sequence]]:
+        """Everybody as of now, in order, with keys that are `delay_s` later."""
+        for (priority, is_new, time_s, seq_id), sequence in zip(self._keys[:], self._sequences[:], strict=True):
+            yield (priority, is_new, time_s + delay_s, seq_id), sequence

@@ -7,6 +7,7 @@ second: a prompt, a chunk of one, the next token, a resumption after preemption 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -16,9 +17,11 @@ from mmserve.paged_kv.block_hash import HASH_STRIDE
 from mmserve.paged_kv.kv_cache_manager import BlockTable, KVCacheManager
 from mmserve.plan import SampledToken, StepFailed, StepPlan, StepResult
 from mmserve.request import FinishReason
-from mmserve.scheduler.cost_model import CostModel, shape_of
+from mmserve.scheduler.cost_model import shape_of
+from mmserve.scheduler.fairness import FairQueue
 from mmserve.scheduler.plan_builder import Row, build_plan
 from mmserve.scheduler.policy import SequenceQueue, running_key, waiting_key
+from mmserve.scheduler.records import Records
 from mmserve.scheduler.sequence import RowsOf, Sequence, Status
 from mmserve.scheduler.step_budget import PrefillRoom, StepBudget
 
@@ -53,7 +56,7 @@ class _Step:
 class Scheduler:
     """Decides what each step computes, and what its result means.  `schedule`, send the plan, `apply` the result, again."""
 
-    def __init__(self, limits: SchedulerLimits, kv: KVCacheManager, rows_of: RowsOf, costs: CostModel | None = None) -> None:
+    def __init__(self, limits: SchedulerLimits, kv: KVCacheManager, rows_of: RowsOf, records: Records | None = None) -> None:
         self.kv = kv
         self.num_preemptions = 0
         self.num_prefix_queries = 0  # tokens of first admissions
@@ -61,12 +64,14 @@ class Scheduler:
         self.num_late_results = 0
         self._max_num_tokens = min(limits.max_model_len, kv.capacity)
         self._rows_of = rows_of
-        self._costs = CostModel() if costs is None else costs
+        records = Records() if records is None else records
+        self._costs = records.costs
+        self.usage = records.usage
         self._tpot_target_ms = limits.tpot_target_ms
         self._budget = StepBudget(limits.max_num_batched_tokens, limits.max_num_seqs)
         self._max_num_stalled = limits.max_num_seqs // 4  # the share of the running set that may wait for media
         self._sequences: dict[int, Sequence] = {}
-        self._waiting = SequenceQueue()
+        self._waiting = FairQueue(self.usage)
         self._running = SequenceQueue()
         self._num_steps = 0
         self._step: _Step | None = None
@@ -80,9 +85,9 @@ class Scheduler:
         return len(self._waiting)
 
     @property
-    def num_pending_tokens(self) -> int:
-        """What there is to compute before everybody has caught up."""
-        return sum(len(sequence.token_ids) - sequence.num_computed for sequence in self._sequences.values())
+    def pending_ms(self) -> float:
+        """Estimated GPU time before everybody has caught up."""
+        return sum(self._costs.row_ms(sequence.num_computed, len(sequence.token_ids)) for sequence in self._sequences.values())
 
     @property
     def kv_usage(self) -> float:
@@ -95,6 +100,7 @@ class Scheduler:
         sequence.max_total_tokens = min(sequence.max_total_tokens, self._max_num_tokens)
         sequence.extend_hashes()
         self._sequences[sequence.seq_id] = sequence
+        self.usage.join(sequence.tenant)
         self._enqueue(sequence)
 
     def abort(self, seq_id: int) -> None:
@@ -121,7 +127,7 @@ class Scheduler:
         if step is None:
             return []
         self._budget.recover()
-        self._costs.observe(shape_of((start, stop) for _, start, stop in step.rows), result.seconds)
+        self._account(step, result.seconds)
         failed = frozenset(result.failed_rows)
         updates: list[TokenUpdate] = []
         for index, ((sequence, start, stop), token) in enumerate(zip(step.rows, result.tokens, strict=True)):
@@ -172,6 +178,7 @@ class Scheduler:
             sequence.num_worker_deaths += sequence.seq_id in aboard
             self._leave_queue(sequence)
             self._reset(sequence)
+            self.usage.leave(sequence.tenant)
         self._sequences.clear()
         return orphans
 
@@ -190,6 +197,10 @@ class Scheduler:
     def match(self, sequence: Sequence) -> int:
         """Tokens of a sequence that would be found in this replica's prefix cache just now."""
         return self.kv.match(sequence.extend_hashes(), sequence.num_tokens)
+
+    def saved_ms(self, sequence: Sequence) -> float:
+        """Estimated GPU time that they would save."""
+        return self._costs.row_ms(0, sequence.num_tokens) - self._costs.row_ms(self.match(sequence), sequence.num_tokens)
 
     def check(self) -> None:
         """The books agree with each other: queues, statuses, tables, reference counts."""
@@ -243,19 +254,19 @@ class Scheduler:
         under_way = {self._uncached_stride(sequence, sequence.num_computed) for sequence in self._running}
         num_stalled = sum(sequence.missing_span(sequence.num_computed, self._rows_of) is not None for sequence in self._running)
         headroom = self._headroom() if rows else 0
-        index = 0
-        while index < len(self._waiting) and room.is_open and len(self._running) < self._budget.num_rows:
-            sequence = self._waiting[index]
+        for sequence in self._waiting:
+            if not room.is_open or len(self._running) >= self._budget.num_rows:
+                return
             missing = self._first_missing(sequence)
             if self._must_wait(sequence, missing, num_stalled, under_way):
-                index += 1
-            elif self._admit(sequence, headroom, now_s):
+                continue
+            if self._admit(sequence, headroom, now_s):
                 self._add_row(rows, room, sequence)
                 under_way.add(self._uncached_stride(sequence, sequence.num_computed))
                 num_stalled += missing is not None
                 headroom += 1
             elif missing is not None:
-                index += 1  # no room to start early; its turn comes with its media
+                continue  # no room to start early; its turn comes with its media
             elif not rows and self._running:
                 # Nobody can run: all who hold blocks wait for media.  The youngest makes room for one that doesn't.
                 self._preempt(self._running[-1])
@@ -357,6 +368,15 @@ class Scheduler:
         self.kv.end_step(step_id)
         return step
 
+    def _account(self, step: _Step, seconds: float) -> None:
+        """Learn from how long a step took, and put it down to tenants: to every row its own work and an equal share of the rest."""
+        self._costs.observe(shape_of((start, stop) for _, start, stop in step.rows), seconds)
+        shared_ms = self._costs.coefficients.step / len(step.rows)
+        ms_by_tenant: defaultdict[str, float] = defaultdict(float)
+        for sequence, start, stop in step.rows:
+            ms_by_tenant[sequence.tenant] += shared_ms + self._costs.row_ms(start, stop)
+        self.usage.charge(ms_by_tenant)
+
     def _preempt(self, sequence: Sequence) -> None:
         sequence.num_preemptions += 1
         self.num_preemptions += 1
@@ -374,6 +394,7 @@ class Scheduler:
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         self._leave_queue(sequence)
         del self._sequences[sequence.seq_id]
+        self.usage.leave(sequence.tenant)
         self._reset(sequence)
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
@@ -384,11 +405,11 @@ class Scheduler:
         sequence.status = Status.WAITING
 
     def _enqueue(self, sequence: Sequence) -> None:
-        self._waiting.add(sequence, waiting_key(sequence, sequence.num_tokens - self.match(sequence)))
+        cost_ms = self._costs.row_ms(self.match(sequence), sequence.num_tokens)
+        self._waiting.add(sequence, waiting_key(sequence, cost_ms))
 
     def _leave_queue(self, sequence: Sequence) -> None:
-        queue = self._running if sequence.status is Status.RUNNING else self._waiting
-        queue.remove(sequence)
+        (self._running if sequence.status is Status.RUNNING else self._waiting).remove(sequence)
 
     def _wanted_by(self, sequence: Sequence, num_computed: int) -> list[tuple[Sequence, MediaSpan]]:
         return [(sequence, span) for span in sequence.spans if span.stop > num_computed and self._rows_of(span.key) is None]

@@ -39,6 +39,7 @@ class Sequence:
     priority: int = 0  # lower runs first
     arrival_s: float = 0.0
     salt: bytes = b""  # sequences of different salts share nothing
+    tenant: str = "default"  # whose use of the device it counts as
 
     status: Status = Status.WAITING
     num_computed: int = 0  # leading tokens with KV in `block_table`

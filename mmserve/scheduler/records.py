@@ -1,0 +1,14 @@
+"""What the replicas of one decoder have learnt together, and what outlives their workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mmserve.scheduler.cost_model import CostModel
+from mmserve.scheduler.fairness import TenantUsage
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    costs: CostModel = field(default_factory=CostModel)  # of any replica: they are alike
+    usage: TenantUsage = field(default_factory=TenantUsage)
