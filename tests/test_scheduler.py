@@ -206,6 +206,22 @@ def test_five_hundred_waiting_sequences_can_leave_in_any_order():
     assert desk.scheduler.num_waiting == 0
 
 
+def test_a_result_of_an_earlier_step_is_not_taken_for_the_one_in_flight():
+    """A hand-made slip, any result for the step in flight, passed all tests: stale results had only come between steps."""
+    desk = Desk(block_size=16)
+    each = sequence(1, 3)
+    desk.add(each)
+    first = desk.plan()
+    desk.land(first)
+    second = desk.plan()
+    before = output(each)
+    assert desk.scheduler.apply(StepResult(first.step_id, (SampledToken(7),)), 0.0) == []
+    assert desk.scheduler.step_failed(StepFailed(first.step_id, "out_of_memory")) == []
+    assert (output(each), desk.scheduler.num_late_results) == (before, 2)
+    desk.land(second)
+    assert len(output(each)) == 2
+
+
 def test_a_result_that_comes_late_is_ignored():
     desk = Desk()
     desk.add(sequence(1, 5))
