@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from transformers import CONFIG_MAPPING
 
+from mmserve.composition import BadModel, DecoderSpec, PromptFormat, Weights
+from mmserve.composition.decoder_config import complete_config, longest_context
 from mmserve.models.decoder_config import parse_config, read_config
 from mmserve.models.rotary import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling
 from mmserve.models.weights import BadCheckpoint
@@ -45,17 +47,43 @@ def test_old_and_new_spellings_of_rope_scaling_mean_the_same(scaling: dict[str, 
     assert parse_config(old) == parse_config(LLAMA | {"rope_parameters": {**scaling, "rope_theta": 500000.0}})
 
 
-def test_the_longest_context_is_the_stretched_one() -> None:
-    def parsed(**scaling: object) -> tuple[object, int]:
-        config = parse_config(LLAMA | {"max_position_embeddings": 1000, "rope_scaling": scaling})
-        return config.rope.scaling, config.max_position_embeddings
+def test_scalings_are_those_of_the_file() -> None:
+    def parsed(**scaling: object) -> object:
+        return parse_config(LLAMA | {"max_position_embeddings": 1000, "rope_scaling": scaling}).rope.scaling
 
-    assert parsed(type="linear", factor=2.5) == (LinearScaling(2.5), 2500)
-    assert parsed(type="dynamic", factor=4.0) == (DynamicScaling(4.0, 1000), 4000)
-    assert parsed(**LLAMA3_SCALING) == (Llama3Scaling(8.0, 1.0, 4.0, 64), 1000)
-    assert parsed(type="yarn", factor=4.0, original_max_position_embeddings=500) == (YarnScaling(4.0, 500, 32.0, 1.0, True), 2000)
-    # Some files name the stretched length themselves.
-    assert parsed(type="yarn", original_max_position_embeddings=250) == (YarnScaling(4.0, 250, 32.0, 1.0, True), 1000)
+    assert parsed(type="linear", factor=2.5) == LinearScaling(2.5)
+    assert parsed(type="dynamic", factor=4.0) == DynamicScaling(4.0, 1000)
+    assert parsed(**LLAMA3_SCALING) == Llama3Scaling(8.0, 1.0, 4.0, 64)
+    assert parsed(type="yarn", factor=4.0, original_max_position_embeddings=500) == YarnScaling(4.0, 500, 32.0, 1.0, True)
+    assert parsed(type="yarn", original_max_position_embeddings=250) == YarnScaling(4.0, 250, 32.0, 1.0, True)
+
+
+@pytest.mark.parametrize("spelling", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize(
+    ("scaling", "length"),
+    [
+        ({}, 1000),
+        ({"rope_type": "default"}, 1000),
+        ({"type": "mrope", "mrope_section": [2, 3, 3], "factor": 2.0}, 1000),
+        ({"type": "linear", "factor": 2.5}, 2500),
+        ({"rope_type": "dynamic", "factor": 4.0}, 4000),
+        (LLAMA3_SCALING, 1000),  # Llama 3's files name the stretched length
+        ({"rope_type": "yarn", "factor": 4.0}, 4000),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1000}, 4000),  # as Qwen's do
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 250}, 1000),  # as DeepSeek's do
+        ({"type": "yarn", "original_max_position_embeddings": 250}, 1000),
+    ],
+)
+def test_main_and_workers_read_the_same_longest_context(scaling: dict[str, object], length: int, spelling: str) -> None:
+    """Main used to take the file's word for it: prompts that the model serves were refused."""
+    fields = LLAMA | {"max_position_embeddings": 1000, spelling: scaling}
+    spec = DecoderSpec("small", Weights(Path("llama")), complete_config(fields), PromptFormat(Path("tokenizer.json"), None))
+    assert (spec.max_model_len, parse_config(fields).max_position_embeddings) == (length, length)
+
+
+def test_a_context_that_is_no_number_is_refused() -> None:
+    with pytest.raises(BadModel, match=r"longest context can't be read.*long"):
+        longest_context(LLAMA | {"max_position_embeddings": "long"})
 
 
 def test_windows_are_those_of_each_model_type() -> None:

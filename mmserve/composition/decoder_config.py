@@ -41,6 +41,8 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 """By model type: the field defaults of the configuration classes of transformers, as far as a decoder's shape depends on them."""
 
+_MULTIPLYING = ("linear", "dynamic", "yarn")  # kinds of rotary scaling
+
 
 def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Every field that a decoder's shape depends on is there and not None.  Raises BadModel for a model type that isn't built."""
@@ -53,3 +55,35 @@ def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
     if complete["head_dim"] is None:
         complete["head_dim"] = complete["hidden_size"] // complete["num_attention_heads"]
     return complete
+
+
+def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary part of a decoder's config, whichever way its file spells it, with `rope_type`.
+
+    `original_max_position_embeddings`, the length before it was stretched, is the config's own where nothing else is said.
+    """
+    rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    kind = rope.pop("type", "default")
+    rope.setdefault("rope_type", kind)
+    if rope["rope_type"] == "mrope":  # Qwen2-VL's first spelling: the sections say it
+        rope["rope_type"] = "default"
+    original = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+    return {**rope, "original_max_position_embeddings": original or config["max_position_embeddings"]}
+
+
+def longest_context(config: Mapping[str, Any]) -> int:
+    """Tokens: what `max_position_embeddings` says, multiplied where files give the length before it was stretched.
+
+    Linear and dynamic scaling multiply that very length, yarn the original one; of any other kind it is the last word.  This is how
+    vLLM reads them, too.  Raises BadModel.
+    """
+    rope = rope_parameters(config)
+    length, factor = config["max_position_embeddings"], rope.get("factor")
+    try:
+        if rope["rope_type"] not in _MULTIPLYING or not factor:
+            return int(length)
+        if rope["rope_type"] == "yarn":
+            length = rope["original_max_position_embeddings"]
+        return int(int(length) * float(factor))
+    except (TypeError, ValueError) as error:
+        raise BadModel(f"the longest context can't be read: {error}") from error

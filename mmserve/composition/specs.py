@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from mmserve.composition.decoder_config import longest_context
 from mmserve.composition.picture_fit import PictureFit, TileFit
 from mmserve.composition.weights import Weights
 from mmserve.errors import BadRequest, TooLarge
@@ -51,7 +52,8 @@ class DecoderSpec:
 
     @property
     def max_model_len(self) -> int:
-        return int(self.config["max_position_embeddings"])
+        """Tokens.  Raises BadModel for a config that gives no number."""
+        return longest_context(self.config)
 
     @property
     def kv_elements_per_token(self) -> int:

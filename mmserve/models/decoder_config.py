@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from mmserve.composition.decoder_config import complete_config
+from mmserve.composition.decoder_config import complete_config, longest_context
 from mmserve.composition.weights import BadModel
 from mmserve.models.rotary import Rope, parse_rope
 from mmserve.models.weights import BadCheckpoint
@@ -83,7 +83,6 @@ def _build(fields: Mapping[str, Any]) -> DecoderConfig:
     if fields.get("quantization_config") is not None:
         raise BadCheckpoint("config.json: quantization_config is not supported")
     model_type, head_dim = fields["model_type"], int(fields["head_dim"])
-    rope = parse_rope(fields, head_dim)
     attention_bias = model_type in _HAVE_ATTENTION_BIAS_FIELD and bool(fields.get("attention_bias"))
     return DecoderConfig(
         vocab_size=int(fields["vocab_size"]),
@@ -93,14 +92,14 @@ def _build(fields: Mapping[str, Any]) -> DecoderConfig:
         num_kv_heads=int(fields["num_key_value_heads"]),
         head_dim=head_dim,
         rms_norm_eps=float(fields["rms_norm_eps"]),
-        max_position_embeddings=rope.reach(int(fields["max_position_embeddings"])),
+        max_position_embeddings=longest_context(fields),
         tie_word_embeddings=bool(fields["tie_word_embeddings"]),
         qkv_bias=attention_bias or model_type in _ALWAYS_QKV_BIAS,
         out_bias=attention_bias,
         mlp_bias=model_type in _HAVE_MLP_BIAS_FIELD and bool(fields.get("mlp_bias")),
         qk_norm=model_type in _HAVE_QK_NORM,
         windows=_windows(fields),
-        rope=rope,
+        rope=parse_rope(fields, head_dim),
     )
 
 

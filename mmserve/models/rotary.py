@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from mmserve.composition.decoder_config import rope_parameters
 from mmserve.models.weights import BadCheckpoint
 
 _KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
@@ -21,10 +22,6 @@ _KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 class Scaling(Protocol):
     """One way to reach beyond the context that a model was first trained for."""
 
-    def reach(self, max_position_embeddings: int) -> int:
-        """Tokens of the longest context it serves, where the config says `max_position_embeddings`."""
-        ...
-
     def frequencies(self, theta: float, exponents: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Radians per position, float64: [D/2] if all positions share them, else [T, D/2].  `exponents` is float64 [D/2]."""
         ...
@@ -32,9 +29,6 @@ class Scaling(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Unscaled:
-    def reach(self, max_position_embeddings: int) -> int:
-        return max_position_embeddings
-
     def frequencies(self, theta: float, exponents: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return theta**-exponents
 
@@ -44,9 +38,6 @@ class LinearScaling:
     """Positions are pressed together by `factor`."""
 
     factor: float
-
-    def reach(self, max_position_embeddings: int) -> int:
-        return int(max_position_embeddings * self.factor)
 
     def frequencies(self, theta: float, exponents: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return theta**-exponents / self.factor
@@ -62,9 +53,6 @@ class DynamicScaling:
 
     factor: float
     original: int
-
-    def reach(self, max_position_embeddings: int) -> int:
-        return int(max_position_embeddings * self.factor)
 
     def frequencies(self, theta: float, exponents: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         num_elements = 2 * len(exponents)
@@ -85,9 +73,6 @@ class Llama3Scaling:
     high: float
     original: int
 
-    def reach(self, max_position_embeddings: int) -> int:
-        return max_position_embeddings
-
     def frequencies(self, theta: float, exponents: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         plain = theta**-exponents
         turns = self.original * plain / (2 * math.pi)  # within the original context
@@ -107,9 +92,6 @@ class YarnScaling:
     beta_fast: float
     beta_slow: float
     truncate: bool  # round the borders outwards to whole elements
-
-    def reach(self, max_position_embeddings: int) -> int:
-        return max(max_position_embeddings, int(self.original * self.factor))
 
     def frequencies(self, theta: float, exponents: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         num_elements = 2 * len(exponents)
@@ -135,9 +117,6 @@ class Rope:
     scaling: Scaling = Unscaled()
     attention_factor: float = 1.0  # on queries and keys alike: logits get its square
     sections: tuple[int, ...] = ()  # pairs of a head that follow each position axis, in order; empty: there is one axis
-
-    def reach(self, max_position_embeddings: int) -> int:
-        return self.scaling.reach(max_position_embeddings)
 
 
 class Rotary:
@@ -185,10 +164,8 @@ def parse_rope(config: Mapping[str, Any], head_dim: int) -> Rope:
 
     Raises BadCheckpoint naming what is missing or isn't built.
     """
-    rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "mrope":  # Qwen2-VL's first spelling: the sections say it
-        kind = "default"
+    rope = rope_parameters(config)
+    kind = rope["rope_type"]
     if kind not in _KINDS or any(isinstance(value, Mapping) for value in rope.values()):
         raise BadCheckpoint(f"config.json: rope_type must be one of {', '.join(_KINDS)}, and the same for all layers, got {kind!r}")
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
@@ -217,7 +194,7 @@ def _parse_scaling(kind: str, rope: Mapping[str, Any], config: Mapping[str, Any]
     longest = int(config["max_position_embeddings"])
     if kind == "dynamic":
         return DynamicScaling(float(rope["factor"]), longest)
-    original = int(config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings") or longest)
+    original = int(rope["original_max_position_embeddings"])
     if kind == "llama3":
         return Llama3Scaling(float(rope["factor"]), float(rope["low_freq_factor"]), float(rope["high_freq_factor"]), original)
     return YarnScaling(
