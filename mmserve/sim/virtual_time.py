@@ -10,9 +10,10 @@ import random
 import selectors
 from collections.abc import Callable, Coroutine
 from contextvars import Context
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 def run_in_virtual_time(main: Coroutine[Any, Any, T], *, seed: int = 0, jitter_s: float = 0.0) -> T:
@@ -37,7 +38,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def leap(self, seconds: float) -> None:
         self._now_s += seconds
 
-    def call_at(self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None) -> asyncio.TimerHandle:
+    def call_at(self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None) -> asyncio.TimerHandle:
         late_s = self._random.uniform(0.0, self._jitter_s) if self._jitter_s else 0.0
         return super().call_at(when + late_s, callback, *args, context=context)
 
