@@ -6,7 +6,7 @@ The counters are those of "Fairness in Serving Large Language Models" (Sheng et 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from heapq import merge
 
 from mmserve.scheduler.policy import Key, SequenceQueue
@@ -77,5 +77,9 @@ class FairQueue:
 
     def __iter__(self) -> Iterator[Sequence]:
         """In order as of now.  Whoever joins or leaves meanwhile makes no difference to what is still to come."""
-        delayed = [queue.delayed(self._usage.excess_ms(tenant) / USED_MS_PER_S) for tenant, queue in self._queues.items()]
+        return self.only(None)
+
+    def only(self, wanted: Callable[[Sequence], bool] | None) -> Iterator[Sequence]:
+        """The same, without those who are not `wanted`: they need not be put in order."""
+        delayed = [queue.delayed(self._usage.excess_ms(tenant) / USED_MS_PER_S, wanted) for tenant, queue in self._queues.items()]
         return (sequence for _, sequence in merge(*delayed))

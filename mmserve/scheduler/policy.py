@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from mmserve.scheduler.sequence import Sequence
 
@@ -61,7 +61,8 @@ class SequenceQueue:
     def __getitem__(self, index: int) -> Sequence:
         return self._sequences[index]
 
-    def delayed(self, delay_s: float) -> Iterator[tuple[Key, Sequence]]:
-        """Everybody as of now, in order, with keys that are `delay_s` later."""
+    def delayed(self, delay_s: float, wanted: Callable[[Sequence], bool] | None = None) -> Iterator[tuple[Key, Sequence]]:
+        """All who are `wanted` of those here now, in order, with keys that are `delay_s` later."""
         for (priority, is_new, time_s, seq_id), sequence in zip(self._keys[:], self._sequences[:], strict=True):
-            yield (priority, is_new, time_s + delay_s, seq_id), sequence
+            if wanted is None or wanted(sequence):
+                yield (priority, is_new, time_s + delay_s, seq_id), sequence

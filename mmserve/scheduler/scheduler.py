@@ -188,7 +188,7 @@ class Scheduler:
         for sequence in self._running:
             if sequence.num_computed < sequence.media_stop:
                 wanted += self._wanted_by(sequence, sequence.num_computed)
-        for sequence in self._waiting:
+        for sequence in self._waiting.only(lambda sequence: sequence.missing_span(0, self._rows_of) is not None):
             missing = self._first_missing(sequence)
             if missing is not None:
                 wanted += self._wanted_by(sequence, missing.start)
@@ -249,13 +249,13 @@ class Scheduler:
 
     def _schedule_waiting(self, rows: list[Row], room: PrefillRoom, now_s: float) -> None:
         """Admit, in order, who can start now.  Who lacks blocks holds up the rest, or small ones would overtake it for ever."""
-        if not self._waiting:
+        if not self._waiting or not self._has_place(room):
             return
         under_way = {self._uncached_stride(sequence, sequence.num_computed) for sequence in self._running}
         num_stalled = sum(sequence.missing_span(sequence.num_computed, self._rows_of) is not None for sequence in self._running)
         headroom = self._headroom() if rows else 0
         for sequence in self._waiting:
-            if not room.is_open or len(self._running) >= self._budget.num_rows:
+            if not self._has_place(room):
                 return
             missing = self._first_missing(sequence)
             if self._must_wait(sequence, missing, num_stalled, under_way):
@@ -274,6 +274,9 @@ class Scheduler:
                 return
             else:
                 return
+
+    def _has_place(self, room: PrefillRoom) -> bool:
+        return room.is_open and len(self._running) < self._budget.num_rows
 
     def _must_wait(self, sequence: Sequence, missing: MediaSpan | None, num_stalled: int, under_way: set[bytes | None]) -> bool:
         """Whether a waiting sequence, `missing` that span, has nothing to compute now or had better not."""
