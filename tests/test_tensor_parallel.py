@@ -82,3 +82,16 @@ def test_a_decoder_that_does_not_divide_is_refused_with_both_numbers(tmp_path: P
         Decoder.load(tmp_path, CPU, torch.float32, shard=Shard(0, 3))
     with pytest.raises(ValueError, match=r"rank must be in \[0, 2\), got 2"):
         Shard(2, 2)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_every_rank_refuses_a_vocabulary_that_leaves_one_of_them_nothing(tmp_path: Path, rank: int) -> None:
+    """Five tokens over four ranks are 2, 2, 1 and 0: all must say so, or those that don't wait in a collective for ever."""
+    AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama"](**(SHAPE | {"vocab_size": 5}))).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="5 tokens of vocabulary leave nothing for some of 4 ranks"):
+        Decoder.load(tmp_path, CPU, torch.float32, shard=Shard(rank, 4))
+
+
+def test_a_vocabulary_of_which_each_rank_gets_some_is_split() -> None:
+    for count, size in ((161, 2), (4, 4), (7, 4), (1, 1)):
+        Shard(0, size).require_part_each(count, "tokens")

@@ -35,10 +35,11 @@ class Decoder:
 
         `computes_in` is what hidden vectors, keys and values are kept in; None: what suits device and weights.
 
-        Raises ValueError if the layers can't be split over the ranks.
+        Raises ValueError if layers or vocabulary can't be split over the ranks.
         """
         shard.require_even(config.num_heads, "attention heads")
         shard.require_even(config.intermediate_size, "intermediate columns")
+        shard.require_part_each(config.vocab_size, "tokens of vocabulary")
         self.config = config
         self.device = checkpoint.device
         self.dtype = computes_in or compute_dtype(checkpoint.device, checkpoint.dtype)  # of hidden vectors, keys and values

@@ -46,6 +46,11 @@ class Shard:
             raise ValueError(f"{num_kv_heads} key-value heads can neither be split nor repeated over {self.size} ranks")
         return Shard(self.rank * num_kv_heads // self.size, num_kv_heads)
 
+    def require_part_each(self, count: int, what: str) -> None:
+        """Raises ValueError with both numbers if some rank gets nothing of `count`."""
+        if (self.size - 1) * self.width(count) >= count:
+            raise ValueError(f"{count} {what} leave nothing for some of {self.size} ranks")
+
     def require_even(self, count: int, what: str) -> None:
         """Raises ValueError with both numbers."""
         if count % self.size:
