@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from mmserve.media import MediaKind
+from mmserve.models import linear
 from mmserve.models.tower import TowerItem
-from mmserve.plan import EncodeItem, EncodePlan
+from mmserve.plan import EncodeItem, EncodePlan, EncoderWorkerSpec
 from mmserve.shared_buffer import BufferSlice, SharedBuffer, SharedMemory
-from mmserve.worker.encoder_worker import EncoderRunner
+from mmserve.worker import encoder_worker
+from mmserve.worker.encoder_worker import EncoderRunner, start_encoder
 
 HIDDEN = 4
 CPU = torch.device("cpu")
@@ -119,3 +122,21 @@ def test_the_warm_up_runs_every_projector_and_refuses_what_is_not_finite(buffer:
     tower.blank = lambda: TowerItem(torch.full((1,), np.nan), 2)  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="warm-up"):
         runner(tower, buffer.memory, CPU, 48).warm_up()
+
+
+@pytest.mark.skipif("fbgemm" not in torch.backends.quantized.supported_engines, reason="elsewhere half precision is computed as it is")
+@pytest.mark.parametrize(("has_arithmetic", "computed_in"), [(False, torch.float32), (True, torch.bfloat16)])
+def test_a_tower_computes_in_half_precision_only_where_the_cpu_does(
+    buffer: SharedBuffer, monkeypatch: pytest.MonkeyPatch, has_arithmetic: bool, computed_in: torch.dtype
+) -> None:
+    """With `--dtype bfloat16` a picture once took eight times as long on a CPU that only has AVX2."""
+    dtypes: list[torch.dtype] = []
+
+    def load(spec: object, device: torch.device, dtype: torch.dtype) -> FakeTower:
+        dtypes.append(dtype)
+        return FakeTower()
+
+    monkeypatch.setattr(linear, "_has_arithmetic", lambda dtype: has_arithmetic)
+    monkeypatch.setattr(encoder_worker, "_load_tower", load)
+    start_encoder(EncoderWorkerSpec(MediaKind.IMAGE, {"small": object()}, "cpu", "bfloat16", 1, 8), buffer.memory)
+    assert dtypes == [computed_in]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from mmserve.composition import EncoderSpec
+from mmserve.models.linear import compute_dtype
 from mmserve.models.tower import Tower, TowerItem
 from mmserve.models.weights import BadCheckpoint
 from mmserve.plan import EncodeItem, EncodePlan, EncodeResult, EncoderReady, EncoderWorkerSpec
@@ -90,7 +91,8 @@ class EncoderRunner:
 
 def start_encoder(spec: EncoderWorkerSpec, memory: SharedMemory) -> tuple[EncoderReady, Callable[[EncodePlan], EncodeResult]]:
     """Load and warm up; return the ready report and the function that runs a batch."""
-    device, dtype = torch.device(spec.device), getattr(torch, spec.dtype)
+    device = torch.device(spec.device)
+    dtype = compute_dtype(device, getattr(torch, spec.dtype))  # rows are rounded to the decoder's when they are written
     runner = EncoderRunner(load_towers(spec.specs, device, dtype), memory, device, spec.max_batch)
     return EncoderReady(warmup_s=runner.warm_up()), runner.run
 
