@@ -66,9 +66,8 @@ async def serve(engine: EngineFace, config: Config, console: Console) -> int:
     try:
         await gateway.bind()
         _log.info("url=%s loading model=%s", gateway.url, engine.composition.name)
-        with console.status(f"loading {engine.composition.name} ..."):
-            if not await _start(engine, signals):
-                return 0
+        if not await _start(engine, signals):
+            return 0
         gateway.open()
         _log.info("url=%s ready start_s=%.1f", gateway.url, time.monotonic() - began_s)
         console.print(banner(gateway.url, engine.composition, config))

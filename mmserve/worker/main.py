@@ -90,6 +90,8 @@ def prepare_process(name: str, num_threads: int) -> None:
     _heed_only_the_parents_sigterm()
     faulthandler.enable()  # a crash in native code says where
     logging.basicConfig(format=f"%(asctime)s %(levelname)s worker={name} %(message)s", level=logging.WARNING)
+    if not sys.stderr.isatty():  # whoever sits at a terminal has a bar instead
+        logging.getLogger("mmserve").setLevel(logging.INFO)
 
 
 def _set_num_threads(num_threads: int) -> None:

@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 import torch
+from rich.console import Console
 
 from mmserve.models.attention import AttentionShape
 from mmserve.models.attention_choice import attention_for
@@ -19,6 +20,7 @@ from mmserve.shared_buffer import SharedMemory
 from mmserve.worker import kv_budget, trial_steps
 from mmserve.worker.cuda_graphs import CudaRecorder, DecodeGraphs, Recorder
 from mmserve.worker.device import is_out_of_memory, pin, release_memory, tensor_in, use_device
+from mmserve.worker.load_progress import load_progress
 from mmserve.worker.sampler import sample
 
 log = logging.getLogger(__name__)
@@ -36,9 +38,11 @@ class ModelRunner:
         self._memory = memory
         self._device = use_device(spec.device)
         pin(memory, self._device)
-        self._decoder = Decoder.load(
-            spec.directory, self._device, getattr(torch, spec.dtype), config=spec.config, names=spec.names, shard=shard
-        )
+        with load_progress(spec.name, Console(stderr=True), has_bar=shard.rank == 0) as on_progress:
+            self._decoder = Decoder.load(
+                spec.directory, self._device, getattr(torch, spec.dtype),
+                config=spec.config, names=spec.names, shard=shard, on_progress=on_progress,
+            )  # fmt: skip
         config = self._decoder.config
         self._num_axes = 3 if config.rope.sections else 1
         self._max_model_len = min(spec.max_model_len, config.max_position_embeddings)
