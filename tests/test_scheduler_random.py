@@ -143,6 +143,10 @@ class Town:
         self.num_steps += 1
         assert len(plan.token_ids) <= self.limits.max_num_batched_tokens
         assert len(plan.seq_ids) <= self.limits.max_num_seqs
+        for seq_id, context in zip(plan.seq_ids, plan.context_lens.tolist(), strict=True):
+            begun = [span for span in self.all[seq_id].spans if span.start < context]
+            room = len(self.all[seq_id].block_table.block_ids) * self.block_size
+            assert seq_id not in self.live or all(span.stop <= room for span in begun), "a span was begun without room to its end"
         luck = self.rng.random()
         if self.deaths and luck < 0.02:
             self.die(plan)

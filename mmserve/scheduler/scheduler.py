@@ -19,6 +19,7 @@ from mmserve.plan import SampledToken, StepFailed, StepPlan, StepResult
 from mmserve.request import FinishReason
 from mmserve.scheduler.cost_model import shape_of
 from mmserve.scheduler.fairness import FairQueue
+from mmserve.scheduler.kv_reserve import KVReserve
 from mmserve.scheduler.plan_builder import Row, build_plan
 from mmserve.scheduler.policy import SequenceQueue, running_key, waiting_key
 from mmserve.scheduler.records import Records
@@ -69,6 +70,7 @@ class Scheduler:
         self.usage = records.usage
         self._tpot_target_ms = limits.tpot_target_ms
         self._budget = StepBudget(limits.max_num_batched_tokens, limits.max_num_seqs)
+        self._reserve = KVReserve(kv.num_blocks, kv.block_size)
         self._max_num_stalled = limits.max_num_seqs // 4  # the share of the running set that may wait for media
         self._sequences: dict[int, Sequence] = {}
         self._waiting = FairQueue(self.usage)
@@ -99,6 +101,7 @@ class Scheduler:
         assert 0 < sequence.num_tokens <= self._max_num_tokens, f"{sequence.num_tokens} tokens never fit {self._max_num_tokens}"
         sequence.max_total_tokens = min(sequence.max_total_tokens, self._max_num_tokens)
         sequence.extend_hashes()
+        self._reserve.observe(sequence.num_prompt)
         self._sequences[sequence.seq_id] = sequence
         self.usage.join(sequence.tenant)
         self._enqueue(sequence)
@@ -127,6 +130,7 @@ class Scheduler:
         if step is None:
             return []
         self._budget.recover()
+        self._reserve.relax()
         self._account(step, result.seconds)
         failed = frozenset(result.failed_rows)
         updates: list[TokenUpdate] = []
@@ -157,6 +161,7 @@ class Scheduler:
         step = self._land(failure.step_id)
         if step is None:
             return []
+        self._reserve.tighten()
         rows = [row for row in step.rows if row.sequence.status is Status.RUNNING]
         for row in rows:
             if row.sequence.seq_id in step.copied:
@@ -253,18 +258,18 @@ class Scheduler:
             return
         under_way = {self._uncached_stride(sequence, sequence.num_computed) for sequence in self._running}
         num_stalled = sum(sequence.missing_span(sequence.num_computed, self._rows_of) is not None for sequence in self._running)
-        headroom = self._headroom() if rows else 0
+        growth = self._reserve.num_growth_blocks(self._running) if rows else 0
         for sequence in self._waiting:
             if not self._has_place(room):
                 return
             missing = self._first_missing(sequence)
             if self._must_wait(sequence, missing, num_stalled, under_way):
                 continue
-            if self._admit(sequence, headroom, now_s):
+            if self._admit(sequence, self._headroom(sequence, growth) if rows else 0, now_s):
                 self._add_row(rows, room, sequence)
                 under_way.add(self._uncached_stride(sequence, sequence.num_computed))
                 num_stalled += missing is not None
-                headroom += 1
+                growth += 1
             elif missing is not None:
                 continue  # no room to start early; its turn comes with its media
             elif not rows and self._running:
@@ -318,13 +323,14 @@ class Scheduler:
             return None
         return sequence.block_hashes[index]
 
-    def _headroom(self) -> int:
-        """Blocks that running sequences will take within a stride: not to be given to new ones."""
-        block_size = self.kv.block_size
-        return sum(len(sequence.block_table.block_ids) * block_size < len(sequence.token_ids) + HASH_STRIDE for sequence in self._running)
+    def _headroom(self, sequence: Sequence, growth: int) -> int:
+        """Blocks that a new sequence must leave: `growth` for running ones, and room for a large prompt if it isn't one itself."""
+        num_prompt_blocks = self._reserve.num_prompt_blocks
+        is_small = 2 * self.kv.num_blocks_for(sequence.num_tokens) < num_prompt_blocks
+        return growth + (num_prompt_blocks if is_small else 0)
 
     def _admit(self, sequence: Sequence, headroom: int, now_s: float) -> bool:
-        """Blocks for all the tokens it has, or for none."""
+        """Blocks for all the tokens it has, or for none: a span that is begun has room to its end."""
         try:
             num_cached = self.kv.allocate(sequence.block_table, sequence.block_hashes, sequence.num_tokens, headroom=headroom)
         except OutOfBlocks:
@@ -347,6 +353,7 @@ class Scheduler:
                 self.kv.grow(sequence.block_table, len(sequence.token_ids))
             except OutOfBlocks:
                 assert len(self._running) > 1, f"sequence {sequence.seq_id} is alone and does not fit"
+                self._reserve.tighten()
                 victim = self._running[-1]
                 self._preempt(victim)
                 if victim is sequence:
