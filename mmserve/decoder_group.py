@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
@@ -80,7 +81,11 @@ class DecoderGroup:
         if self._admission is None or (not self._replicas and all(supervisor.broken for supervisor in self.supervisors)):
             raise Overloaded(f"the {self.name} decoder is starting again", retry_after_s=5.0)
         num_queued = len(self._held) + sum(replica.scheduler.num_waiting for replica in self._replicas)
-        return self._admission.check(num_prompt, max_tokens, num_sequences, num_queued)
+        return self._admission.check(num_prompt, max_tokens, num_sequences, num_queued, self.retry_after_s(num_queued))
+
+    def retry_after_s(self, num_queued: int) -> float:
+        """When `num_queued` sequences will have begun, at the rate of the last half minute."""
+        return self._records.drain.retry_after_s(num_queued, time.monotonic())
 
     def add(self, sequence: Sequence) -> None:
         if not self._replicas:

@@ -147,7 +147,8 @@ class AsyncEngine:
             raise Overloaded("the server is shutting down", code="shutting_down", retry_after_s=5.0)
         if self._num_preparing >= self.config.scheduler.max_num_queued_reqs:
             self.metrics.admission_rejections.labels("queue_full").inc()
-            raise Overloaded("too many requests are waiting")
+            retry_after_s = max(group.retry_after_s(self._num_preparing) for group in self._groups.values())
+            raise Overloaded("too many requests are waiting", retry_after_s=retry_after_s)
         self._num_preparing += 1
         try:
             return await self._submit(request, recorded=True)

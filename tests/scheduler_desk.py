@@ -30,9 +30,10 @@ class Desk:
         costs: CostModel | None = None,
     ) -> None:
         self.media = FakeMedia()
+        self.records = Records(costs or CostModel())
         self.kv = KVCacheManager(num_blocks, block_size)
         limits = SchedulerLimits(4096, max_num_seqs, max_num_batched_tokens, tpot_target_ms)
-        self.scheduler = Scheduler(limits, self.kv, self.media.rows_of, Records(costs or CostModel()))
+        self.scheduler = Scheduler(limits, self.kv, self.media.rows_of, self.records)
         self.worker = FakeWorker(num_blocks, block_size, self.media)
         self.truth: dict[int, Sequence] = {}
         self.now_s = 0.0

@@ -6,6 +6,7 @@ import pytest
 
 from mmserve.errors import BadRequest, ContextLengthExceeded, MmserveError, Overloaded, TooLarge
 from mmserve.scheduler.admission import Admission
+from mmserve.scheduler.drain_rate import DrainRate
 from mmserve.scheduler.placement import Candidate, place
 
 ROOMY = Admission(max_model_len=100, num_blocks=20, block_size=16, max_num_queued=10)
@@ -17,11 +18,11 @@ TIGHT = Admission(max_model_len=1000, num_blocks=4, block_size=16, max_num_queue
     [(1, 1, 2), (60, 40, 100), (60, None, 100), (99, None, 100), (99, 1, 100)],
 )
 def test_a_request_may_grow_as_long_as_it_asked_for_or_as_there_is_room(num_prompt: int, max_tokens: int | None, max_total_tokens: int):
-    assert ROOMY.check(num_prompt, max_tokens, num_sequences=1, num_queued=0) == max_total_tokens
+    assert ROOMY.check(num_prompt, max_tokens, num_sequences=1, num_queued=0, retry_after_s=7.0) == max_total_tokens
 
 
 def test_without_max_tokens_an_answer_ends_where_the_cache_does():
-    assert TIGHT.check(20, None, num_sequences=1, num_queued=0) == 64
+    assert TIGHT.check(20, None, num_sequences=1, num_queued=0, retry_after_s=7.0) == 64
 
 
 @pytest.mark.parametrize(
@@ -34,7 +35,7 @@ def test_without_max_tokens_an_answer_ends_where_the_cache_does():
 )
 def test_beyond_the_context_length_is_refused_with_both_numbers(num_prompt: int, max_tokens: int | None, param: str, message: str):
     with pytest.raises(ContextLengthExceeded) as caught:
-        ROOMY.check(num_prompt, max_tokens, num_sequences=1, num_queued=0)
+        ROOMY.check(num_prompt, max_tokens, num_sequences=1, num_queued=0, retry_after_s=7.0)
     assert (caught.value.message, caught.value.param, caught.value.status) == (message, param, 400)
 
 
@@ -47,28 +48,28 @@ def test_beyond_the_context_length_is_refused_with_both_numbers(num_prompt: int,
 )
 def test_what_could_never_fit_the_cache_is_refused_at_once(num_prompt: int, max_tokens: int | None, param: str, message: str):
     with pytest.raises(TooLarge) as caught:
-        TIGHT.check(num_prompt, max_tokens, num_sequences=1, num_queued=0)
+        TIGHT.check(num_prompt, max_tokens, num_sequences=1, num_queued=0, retry_after_s=7.0)
     assert (caught.value.message, caught.value.param, caught.value.status) == (message, param, 413)
 
 
 def test_a_full_queue_is_overloaded_and_every_choice_counts():
-    ROOMY.check(10, 10, num_sequences=1, num_queued=9)
-    ROOMY.check(10, 10, num_sequences=10, num_queued=0)
+    ROOMY.check(10, 10, num_sequences=1, num_queued=9, retry_after_s=7.0)
+    ROOMY.check(10, 10, num_sequences=10, num_queued=0, retry_after_s=7.0)
     for num_sequences, num_queued in [(1, 10), (2, 9), (11, 0)]:
         with pytest.raises(Overloaded) as caught:
-            ROOMY.check(10, 10, num_sequences, num_queued)
+            ROOMY.check(10, 10, num_sequences, num_queued, retry_after_s=7.0)
         assert caught.value.status == 503
-        assert caught.value.retry_after_s is not None
+        assert caught.value.retry_after_s == 7.0
 
 
 def test_a_request_that_can_never_fit_is_told_so_even_when_the_queue_is_full():
     with pytest.raises(ContextLengthExceeded):
-        ROOMY.check(1000, 10, num_sequences=1, num_queued=10)
+        ROOMY.check(1000, 10, num_sequences=1, num_queued=10, retry_after_s=7.0)
 
 
 def test_an_empty_prompt_is_a_bad_request():
     with pytest.raises(BadRequest, match="empty") as caught:
-        ROOMY.check(0, 10, num_sequences=1, num_queued=0)
+        ROOMY.check(0, 10, num_sequences=1, num_queued=0, retry_after_s=7.0)
     assert type(caught.value) is BadRequest
     assert issubclass(BadRequest, MmserveError)
 
@@ -99,3 +100,30 @@ def test_a_common_system_prompt_does_not_send_everybody_to_one_replica():
         cached[chosen] = 300
         placed.append(chosen)
     assert [placed.count(replica) for replica in range(3)] == [6, 3, 3]
+
+
+def drained(per_s: float, until_s: float) -> DrainRate:
+    rate = DrainRate()
+    for i in range(int(per_s * until_s)):
+        rate.left(1000.0 + (i + 1) / per_s)
+    return rate
+
+
+@pytest.mark.parametrize(
+    ("per_s", "num_queued", "retry_after_s"),
+    [(4.0, 100, 25.0), (200.0, 512, 2.56), (200.0, 20, 1.0), (0.5, 512, 60.0)],
+)
+def test_who_is_refused_is_told_when_the_queue_will_have_drained(per_s: float, num_queued: int, retry_after_s: float):
+    assert drained(per_s, 100.0).retry_after_s(num_queued, 1100.0) == pytest.approx(retry_after_s, rel=0.05)
+
+
+def test_in_the_first_seconds_the_rate_is_that_of_the_time_there_was():
+    assert drained(10.0, 5.0).per_s(1005.0) == pytest.approx(10.0, rel=0.05)
+
+
+def test_a_queue_from_which_nobody_was_seen_to_go_is_not_to_be_asked_again_soon():
+    assert DrainRate().retry_after_s(1, 5.0) == 60.0
+    stuck = drained(50.0, 100.0)
+    assert stuck.retry_after_s(100, 1100.0) == pytest.approx(2.0, rel=0.05)
+    assert stuck.retry_after_s(100, 1115.0) == pytest.approx(4.0, rel=0.05)
+    assert stuck.retry_after_s(100, 1131.0) == 60.0

@@ -198,3 +198,12 @@ def test_a_placeholder_never_reaches_a_worker():
     plan = desk.plan()
     assert PLACEHOLDER in desk.truth[1].token_ids
     assert PLACEHOLDER not in plan.token_ids
+
+
+def test_who_begins_counts_once_for_how_fast_the_queue_drains():
+    desk = Desk(num_blocks=5)
+    desk.add(*(sequence(i, str(i), 30, sampling=greedy(max_tokens=30)) for i in (1, 2)))
+    desk.now_s = 10.0
+    desk.run()
+    assert desk.scheduler.num_preemptions > 0
+    assert desk.records.drain.per_s(12.0) == 1.0

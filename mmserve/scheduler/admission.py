@@ -13,11 +13,11 @@ class Admission:
         self._capacity = num_blocks * block_size  # tokens
         self._max_num_queued = max_num_queued
 
-    def check(self, num_prompt: int, max_tokens: int | None, num_sequences: int, num_queued: int) -> int:
+    def check(self, num_prompt: int, max_tokens: int | None, num_sequences: int, num_queued: int, retry_after_s: float) -> int:
         """How long each of `num_sequences` may become, prompt and answer together, given `num_queued` sequences wait already.
 
-        Raises ContextLengthExceeded, TooLarge (it would not fit even alone) or Overloaded.  Without `max_tokens` an answer may be as
-        long as there is room for, but a prompt must leave room for one token.
+        Raises ContextLengthExceeded, TooLarge (it would not fit even alone) or Overloaded, to come back after `retry_after_s`.  Without
+        `max_tokens` an answer may be as long as there is room for, but a prompt must leave room for one token.
         """
         if num_prompt < 1:
             raise BadRequest("the prompt is empty", param="messages")
@@ -36,5 +36,6 @@ class Admission:
                 param="messages" if num_prompt >= self._capacity else "max_tokens",
             )
         if num_queued + num_sequences > self._max_num_queued:
-            raise Overloaded(f"{num_queued} of at most {self._max_num_queued} sequences are waiting")
+            waiting = f"{num_queued} of at most {self._max_num_queued} sequences are waiting"
+            raise Overloaded(waiting, retry_after_s=retry_after_s)
         return min(self._max_model_len, self._capacity) if max_tokens is None else num_tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mmserve.scheduler.cost_model import CostModel
+from mmserve.scheduler.drain_rate import DrainRate
 from mmserve.scheduler.fairness import TenantUsage
 
 
@@ -12,3 +13,4 @@ from mmserve.scheduler.fairness import TenantUsage
 class Records:
     costs: CostModel = field(default_factory=CostModel)  # of any replica: they are alike
     usage: TenantUsage = field(default_factory=TenantUsage)
+    drain: DrainRate = field(default_factory=DrainRate)  # of all replicas together

@@ -68,6 +68,7 @@ class Scheduler:
         records = Records() if records is None else records
         self._costs = records.costs
         self.usage = records.usage
+        self._drain = records.drain
         self._tpot_target_ms = limits.tpot_target_ms
         self._budget = StepBudget(limits.max_num_batched_tokens, limits.max_num_seqs)
         self._reserve = KVReserve(kv.num_blocks, kv.block_size)
@@ -341,6 +342,7 @@ class Scheduler:
         sequence.num_computed = num_cached
         if sequence.first_step_s is None:
             sequence.first_step_s = now_s
+            self._drain.left(now_s)
             sequence.num_cached_tokens = num_cached
             self.num_prefix_queries += sequence.num_tokens
             self.num_prefix_hits += num_cached
