@@ -31,7 +31,7 @@ from mmserve.models.tower import TowerItem
 from mmserve.worker.dry_load import find_problems
 
 CPU = torch.device("cpu")
-NUM_TOKENS = 24
+NUM_TOKENS = 64
 SIZES = [(300, 40), (57, 56), (100, 190), (20, 20), (1000, 700)]  # width, height
 LENGTHS_S = [0.1, 0.77777, 2.0, 0.0301, 61.0]
 PROMPTS = {

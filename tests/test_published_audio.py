@@ -26,7 +26,7 @@ from mmserve.models.tower import TowerItem
 from mmserve.worker.dry_load import find_problems
 
 CPU = torch.device("cpu")
-NUM_TOKENS = 24
+NUM_TOKENS = 64
 QWEN2_AUDIO_LENGTHS_S = [0.1, 0.77, 2.0, 0.03, 1.3333]
 PROMPTS = {
     "a clip as long as may be": ["what is ", published.clip(1, 2.0), " said?"],
@@ -38,6 +38,7 @@ PROMPTS = {
 
 LONG_PROMPTS = {
     "a clip of many chunks": ["what is ", published.clip(1, 6.1), " said?"],
+    "a clip of a minute and more": ["what is ", published.clip(4, 61.0), " said?"],
     "a clip shorter than two frames": ["what is ", published.clip(1, 0.015), " said?"],
 }
 
@@ -69,7 +70,7 @@ async def engine(qwen2_audio: Path, ultravox: Path, tmp_path_factory: pytest.Tem
         model=ModelConfig(small=qwen2_audio, large=ultravox, worker_threads=1),
         scheduler=SchedulerConfig(kv_cache_memory_bytes=8 * 2**20, max_num_batched_tokens=64),
         encoder=EncoderConfig(shared_buffer_bytes=64 * 2**20),
-        limits=MediaLimits(max_clips=3),
+        limits=MediaLimits(max_clips=3, max_audio_s=80),
         storage=StorageConfig(data_dir=tmp_path_factory.mktemp("data")),
     )
     async with AsyncEngine(config) as engine:
@@ -97,9 +98,10 @@ async def test_ultravox_draws_the_tokens_of_its_description(engine: AsyncEngine,
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_clip_longer_than_the_model_hears_is_refused_and_not_cut(engine: AsyncEngine) -> None:
+@pytest.mark.parametrize("seconds", [2.01, 61.0])
+async def test_a_clip_longer_than_the_model_hears_is_refused_and_not_cut(engine: AsyncEngine, seconds: float) -> None:
     with pytest.raises(TooLarge, match="clips of at most 2 s"):
-        await answer(engine, ["what?", published.clip(1, 2.01)])
+        await answer(engine, ["what?", published.clip(1, seconds)])
 
 
 @pytest.mark.asyncio(loop_scope="module")

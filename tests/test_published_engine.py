@@ -16,7 +16,7 @@ from mmserve.media import MediaItem, MediaKind
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-NUM_TOKENS = 24
+NUM_TOKENS = 64
 ORACLES = {
     "small": (LlavaForConditionalGeneration, LlavaProcessor),
     "large": (LlavaNextForConditionalGeneration, LlavaNextProcessor),
