@@ -79,6 +79,7 @@ async def serve(engine: EngineFace, config: Config, console: Console) -> int:
         await gateway.close()
         await engine.close()
         signals.close()
+        console.show_cursor()  # a worker that was killed while it loaded has left it hidden
 
 
 async def _start(engine: EngineFace, signals: _Signals) -> bool:
