@@ -55,6 +55,7 @@ class Replica:
         enable_prefix_caching: bool,
         deliver: Callable[[list[TokenUpdate]], None],
         want: Callable[[Sequence, MediaSpan], None],
+        now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name  # the decoder's: small or large
         self.kv = KVCacheManager(ready.num_blocks, ready.block_size, enable_prefix_caching=enable_prefix_caching)
@@ -64,6 +65,7 @@ class Replica:
         self._metrics = metrics
         self._deliver = deliver
         self._want = want
+        self._now_s = now_s
         self._wake = asyncio.Event()
         self._seen = (0, 0, 0)  # preemptions, prefix queries, prefix hits already counted
 
@@ -84,7 +86,7 @@ class Replica:
         """Step until the worker dies.  Raises WorkerDied."""
         while True:
             self._wake.clear()
-            plan = self.scheduler.schedule(time.monotonic())
+            plan = self.scheduler.schedule(self._now_s())
             for sequence, span in self.scheduler.wanted_media():
                 self._want(sequence, span)
             self._report()
@@ -99,7 +101,7 @@ class Replica:
                 continue
             assert isinstance(reply, StepResult), f"unexpected reply {type(reply).__name__}"
             self._metrics.gpu_seconds.labels("decode").inc(reply.seconds)
-            self._deliver(self.scheduler.apply(reply, time.monotonic()))
+            self._deliver(self.scheduler.apply(reply, self._now_s()))
 
     async def _idle(self) -> None:
         """Until woken.  Raises WorkerDied if the worker goes first."""
