@@ -13,6 +13,7 @@ from mmserve.paged_kv.kv_cache_manager import KVCacheManager
 from mmserve.scheduler.cost_model import PRIOR, Coefficients
 from mmserve.scheduler.fairness import FairQueue, TenantUsage
 from mmserve.scheduler.policy import MAX_OVERTAKEN_S, waiting_key
+from mmserve.scheduler.records import Records
 from mmserve.scheduler.scheduler import Scheduler, SchedulerLimits
 from mmserve.scheduler.sequence import Sequence
 
@@ -25,8 +26,9 @@ class Shop:
     def __init__(self, true: Coefficients, *, max_num_seqs: int = 16) -> None:
         self.true = true
         self.media = FakeMedia()
+        self.records = Records()
         limits = SchedulerLimits(8192, max_num_seqs, max_num_batched_tokens=512, tpot_target_ms=35.0)
-        self.scheduler = Scheduler(limits, KVCacheManager(4000, 16), self.media.rows_of)
+        self.scheduler = Scheduler(limits, KVCacheManager(4000, 16), self.media.rows_of, self.records)
         self.now_s = 0.0
 
     def run(self, until_s: float, arrivals: Callable[[float], list[Sequence]]) -> None:
@@ -112,7 +114,7 @@ def test_tenants_who_both_want_more_than_there_is_get_about_the_same_time_on_the
     shop = Shop(PRIOR)
     few_large, many_small = Stream(0, "few large", 8.0, 2000), Stream(1000, "many small", 80.0, 200)
     shop.run(30.0, lambda now_s: [*few_large.until(now_s), *many_small.until(now_s)])
-    usage = shop.scheduler.usage
+    usage = shop.records.usage
     assert abs(usage.excess_ms("few large") - usage.excess_ms("many small")) < 1000.0  # of 30,000
 
 

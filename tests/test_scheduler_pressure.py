@@ -207,3 +207,17 @@ def test_who_begins_counts_once_for_how_fast_the_queue_drains():
     desk.run()
     assert desk.scheduler.num_preemptions > 0
     assert desk.records.drain.per_s(12.0) == 1.0
+
+
+def test_what_is_pending_is_the_time_everybody_still_needs():
+    desk = Desk(max_num_batched_tokens=100)
+    costs = desk.records.costs
+    seen = [desk.scheduler.pending_ms]
+    desk.add(sequence(1, 150), sequence(2, "other", 30))
+    seen.append(desk.scheduler.pending_ms)
+    desk.step()
+    seen.append(desk.scheduler.pending_ms)
+    desk.scheduler.abort(2)
+    seen.append(desk.scheduler.pending_ms)
+    rest = costs.row_ms(100, 150)
+    assert seen == pytest.approx([0.0, costs.row_ms(0, 150) + costs.row_ms(0, 35), rest + costs.row_ms(0, 35), rest])

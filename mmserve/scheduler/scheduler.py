@@ -67,15 +67,16 @@ class Scheduler:
         self._rows_of = rows_of
         records = Records() if records is None else records
         self._costs = records.costs
-        self.usage = records.usage
+        self._usage = records.usage
         self._drain = records.drain
         self._tpot_target_ms = limits.tpot_target_ms
         self._budget = StepBudget(limits.max_num_batched_tokens, limits.max_num_seqs)
         self._reserve = KVReserve(kv.num_blocks, kv.block_size)
         self._max_num_stalled = limits.max_num_seqs // 4  # the share of the running set that may wait for media
         self._sequences: dict[int, Sequence] = {}
-        self._waiting = FairQueue(self.usage)
+        self._waiting = FairQueue(self._usage)
         self._running = SequenceQueue()
+        self._pending_ms: float | None = None  # None: to be summed up again
         self._num_steps = 0
         self._step: _Step | None = None
 
@@ -89,8 +90,11 @@ class Scheduler:
 
     @property
     def pending_ms(self) -> float:
-        """Estimated GPU time before everybody has caught up."""
-        return sum(self._costs.row_ms(sequence.num_computed, len(sequence.token_ids)) for sequence in self._sequences.values())
+        """Estimated GPU time before everybody has caught up.  Summed once a step: placement asks at every arrival."""
+        if self._pending_ms is None:
+            costs, sequences = self._costs, self._sequences.values()
+            self._pending_ms = sum(costs.row_ms(sequence.num_computed, len(sequence.token_ids)) for sequence in sequences)
+        return self._pending_ms
 
     @property
     def kv_usage(self) -> float:
@@ -104,7 +108,9 @@ class Scheduler:
         sequence.extend_hashes()
         self._reserve.observe(sequence.num_prompt)
         self._sequences[sequence.seq_id] = sequence
-        self.usage.join(sequence.tenant)
+        self._usage.join(sequence.tenant)
+        if self._pending_ms is not None:
+            self._pending_ms += self._costs.row_ms(0, sequence.num_tokens)
         self._enqueue(sequence)
 
     def abort(self, seq_id: int) -> None:
@@ -120,6 +126,7 @@ class Scheduler:
     def schedule(self, now_s: float) -> StepPlan | None:
         """The next step, or None if there is nothing that can be computed now."""
         assert self._step is None, "one step at a time"
+        self._pending_ms = None
         rows: list[Row] = []
         room = self._schedule_running(rows)
         self._schedule_waiting(rows, room, now_s)
@@ -184,8 +191,9 @@ class Scheduler:
             sequence.num_worker_deaths += sequence.seq_id in aboard
             self._leave_queue(sequence)
             self._reset(sequence)
-            self.usage.leave(sequence.tenant)
+            self._usage.leave(sequence.tenant)
         self._sequences.clear()
+        self._pending_ms = None
         return orphans
 
     def wanted_media(self) -> list[tuple[Sequence, MediaSpan]]:
@@ -387,7 +395,7 @@ class Scheduler:
         ms_by_tenant: defaultdict[str, float] = defaultdict(float)
         for sequence, start, stop in step.rows:
             ms_by_tenant[sequence.tenant] += shared_ms + self._costs.row_ms(start, stop)
-        self.usage.charge(ms_by_tenant)
+        self._usage.charge(ms_by_tenant)
 
     def _preempt(self, sequence: Sequence) -> None:
         sequence.num_preemptions += 1
@@ -406,7 +414,8 @@ class Scheduler:
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         self._leave_queue(sequence)
         del self._sequences[sequence.seq_id]
-        self.usage.leave(sequence.tenant)
+        self._usage.leave(sequence.tenant)
+        self._pending_ms = None
         self._reset(sequence)
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
