@@ -38,7 +38,11 @@ class ModelConfig:
     chat_template: Path | None = option(None, "Jinja file that goes before the model's own chat template")
     served_model_name: str | None = option(None, "name in /v1/models; the model's own by default")
     device: str = option("auto", "where workers run", choices=("auto", "cpu", "cuda", "sim:a100", "sim:h200"))
-    dtype: str = option("auto", "weights and KV cache", choices=("auto", "float32", "bfloat16", "float16"))
+    dtype: str = option(
+        "auto",
+        "weights and KV cache; a CPU that can't multiply halves keeps only the weights in them",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
     seed: int = option(0, "default sampling seed for requests that give none is drawn from this")
     tensor_parallel_size: int = option(1, "devices that share each replica of the large decoder, or of the only one", short="-tp")
     small_tensor_parallel_size: int = option(1, "the same for the small decoder beside a large one")
