@@ -20,7 +20,7 @@ ENGINE = {
     "engine", "sync_engine", "active_request", "decoder_group", "replica", "supervisor", "media_service", "tokenizer", "chat_template",
     "token_fuser", "modality_router", "model_router", "token_stream", "readiness", "ledger", "spool",
 }  # fmt: skip
-DOORS = {"__main__", "cli", "gateway", "evals"}
+DOORS = {"__main__", "cli", "gateway", "bench", "evals"}
 BASEMENT = {
     "worker", "models", "encoders.vision_tower", "encoders.audio_tower", "encoders.qwen2_audio_tower", "encoders.ultravox_tower",
     "encoders.qwen2_5_omni_towers",
