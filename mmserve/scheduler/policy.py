@@ -63,6 +63,7 @@ class SequenceQueue:
 
     def delayed(self, delay_s: float, wanted: Callable[[Sequence], bool] | None = None) -> Iterator[tuple[Key, Sequence]]:
         """All who are `wanted` of those here now, in order, with keys that are `delay_s` later."""
-        for (priority, is_new, time_s, seq_id), sequence in zip(self._keys[:], self._sequences[:], strict=True):
+        for key, sequence in zip(self._keys[:], self._sequences[:], strict=True):
             if wanted is None or wanted(sequence):
+                priority, is_new, time_s, seq_id = key
                 yield (priority, is_new, time_s + delay_s, seq_id), sequence

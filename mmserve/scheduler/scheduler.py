@@ -202,7 +202,7 @@ class Scheduler:
         for sequence in self._running:
             if sequence.num_computed < sequence.media_stop:
                 wanted += self._wanted_by(sequence, sequence.num_computed)
-        for sequence in self._waiting.only(lambda sequence: sequence.missing_span(0, self._rows_of) is not None):
+        for sequence in self._waiting.only(lambda each: bool(each.spans)):
             missing = self._first_missing(sequence)
             if missing is not None:
                 wanted += self._wanted_by(sequence, missing.start)
