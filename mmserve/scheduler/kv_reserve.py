@@ -29,8 +29,7 @@ class KVReserve:
         self._recent: deque[int] = deque()
         self._sorted: list[int] = []  # the same
         self._num_good_steps = 0
-        self.horizon = HASH_STRIDE
-        """Tokens ahead for which running sequences find blocks.  Doubles when memory runs out, comes back slowly."""
+        self.horizon = HASH_STRIDE  # tokens ahead for which running sequences find blocks; doubles when memory runs out
 
     def observe(self, num_prompt: int) -> None:
         """A prompt of this length has come, media and all."""

@@ -278,7 +278,7 @@ class Scheduler:
                 self._add_row(rows, room, sequence)
                 under_way.add(self._uncached_stride(sequence, sequence.num_computed))
                 num_stalled += missing is not None
-                growth += 1
+                growth += self._reserve.num_growth_blocks((sequence,))
             elif missing is not None:
                 continue  # no room to start early; its turn comes with its media
             elif not rows and self._running:
@@ -385,6 +385,7 @@ class Scheduler:
             self.num_late_results += 1
             return None
         self._step = None
+        self._pending_ms = None
         self.kv.end_step(step_id)
         return step
 
