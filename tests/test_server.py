@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import json
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -15,6 +17,7 @@ import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 
+from mmserve.cli import bench
 from scripts.loopback import audio_part, client, image_part, scrape, server, text_part, user
 from scripts.show_streams import decoder_pids
 
@@ -77,6 +80,16 @@ async def ask(openai: AsyncOpenAI, *parts: dict, model: str) -> str:
 )
 async def test_the_bundled_model_is_right_about_the_examples(served: Running, parts: tuple[dict, ...], right: str, model: str):
     assert right in (await ask(served.openai, *parts, model=model)).lower()
+
+
+async def test_the_bench_sends_media_that_the_server_takes(served: Running, capsys: pytest.CaptureFixture[str]):
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    words = "--num-prompts 8 --mix text=1,image=1,audio=1,image_audio=1 --audio-len 1 --input-len 8 --output-len 4 --ignore-eos"
+    assert await asyncio.to_thread(bench.run, parser.parse_args(["--base-url", served.url, *words.split()])) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (result["completed"], result["without_usage"], result["total_output_tokens"]) == (8, 0, 32)
+    assert len(result["by_modality"]) > 1
 
 
 async def test_streams_survive_a_killed_decoder(served: Running):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,6 @@ from mmserve.bench.statistics import by_modality
 from mmserve.bench.traffic import Modality, PlannedRequest, Traffic, plan_requests
 
 COMPARED = ("median_ttft_ms", "p99_ttft_ms", "p99_tpot_ms", "p99_itl_ms")
-_SETTLE_S = 1.0
 
 
 def plan_burst(traffic: Traffic, burst_rate: float) -> tuple[tuple[PlannedRequest, ...], tuple[PlannedRequest, ...]]:
@@ -45,7 +43,6 @@ async def measure_isolation(
     for planned, seed in ((alone, content.seed), (together, content.seed + 1)):
         run = await run_load(client, planned, replace(content, seed=seed), model, measurement, on_outcome)
         results.append(by_modality(run.outcomes, run.duration_s, percentiles=(99, *measurement.percentiles), goodput=measurement.goodput))
-        await asyncio.sleep(_SETTLE_S)
     first, second = results
     comparison = compare(first[Modality.TEXT], second[Modality.TEXT], COMPARED)
     return {"model_id": model, "burst_rate": burst_rate, "text_alone": first, "image_burst": second, "comparison": comparison}

@@ -67,7 +67,7 @@ def _add_content(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_measurement(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--num-warmups", type=int, default=0, help="requests before the clock starts, not counted (default 0)")
+    group.add_argument("--num-warmups", type=_whole, default=0, help="requests before the clock starts, not counted (default 0)")
     group.add_argument(
         "--goodput", type=_bound, nargs="+", default=[], metavar="METRIC:MS", help="count what keeps this, as in ttft:400 tpot:35"
     )
@@ -166,6 +166,12 @@ def _table_width() -> int:
 
 def _count(text: str) -> int:
     if (value := int(text)) < 1:
+        raise ValueError(text)
+    return value
+
+
+def _whole(text: str) -> int:
+    if (value := int(text)) < 0:
         raise ValueError(text)
     return value
 
