@@ -93,22 +93,16 @@ def test_small_prompts_leave_room_for_a_large_one_that_comes_later(block_size: i
     assert desk.scheduler.num_preemptions == 0
 
 
-@BLOCK_SIZES
-def test_a_step_that_ran_out_of_memory_makes_newcomers_wait_for_more_room(block_size: int):
-    def num_let_in(num_failures: int) -> int:
-        desk = Desk(num_blocks=30, block_size=block_size, max_num_seqs=40, max_num_batched_tokens=2**14)
-        desk.add(*(sequence(i, str(i), block_size - 9, sampling=greedy(max_tokens=20 * block_size)) for i in range(4)))
-        for _ in range(3):
-            desk.step()
-        for _ in range(num_failures):
-            desk.fail(desk.plan())
-        for _ in range(40):
-            desk.step()  # until steps may be as large as before
-        desk.add(*(sequence(i, str(i), 2, arrival_s=99.0) for i in range(10, 40)))
+def test_a_preemption_and_a_step_that_ran_out_of_memory_both_make_newcomers_leave_more():
+    desk = Desk(num_blocks=5)
+    desk.add(*(sequence(i, str(i), 30, sampling=greedy(max_tokens=30)) for i in range(2)))
+    horizons = [desk.scheduler._reserve.horizon]
+    while not desk.scheduler.num_preemptions:
         desk.step()
-        return desk.scheduler.num_running
-
-    assert num_let_in(4) < num_let_in(0)
+    horizons.append(desk.scheduler._reserve.horizon)
+    desk.fail(desk.plan())
+    horizons.append(desk.scheduler._reserve.horizon)
+    assert horizons == [16, 32, 64]
 
 
 @BLOCK_SIZES
