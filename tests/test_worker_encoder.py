@@ -18,6 +18,7 @@ from mmserve.worker.encoder_worker import EncoderRunner, start_encoder
 
 HIDDEN = 4
 CPU = torch.device("cpu")
+needs_fbgemm = pytest.mark.skipif("fbgemm" not in torch.backends.quantized.supported_engines, reason="PyTorch has FBGEMM on x86 only")
 
 
 class FakeTower:
@@ -124,7 +125,7 @@ def test_the_warm_up_runs_every_projector_and_refuses_what_is_not_finite(buffer:
         runner(tower, buffer.memory, CPU, 48).warm_up()
 
 
-@pytest.mark.skipif("fbgemm" not in torch.backends.quantized.supported_engines, reason="elsewhere half precision is computed as it is")
+@needs_fbgemm
 @pytest.mark.parametrize(("has_arithmetic", "computed_in"), [(False, torch.float32), (True, torch.bfloat16)])
 def test_a_tower_computes_in_half_precision_only_where_the_cpu_does(
     buffer: SharedBuffer, monkeypatch: pytest.MonkeyPatch, has_arithmetic: bool, computed_in: torch.dtype
