@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.metadata
+import math
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -227,6 +228,8 @@ def _convert(flag: Flag, value: Any) -> Any:
         converted = flag.type(value)
     except (TypeError, ValueError):
         raise ConfigError(f"{flag.key} must be of type {flag.type.__name__}, got {value!r}", param=flag.key) from None
+    if isinstance(converted, float) and not 0 <= converted < math.inf:
+        raise ConfigError(f"{flag.key} must be a number that is not below zero, got {value!r}", param=flag.key)
     if flag.choices is not None and converted not in flag.choices:
         raise ConfigError(f"{flag.key} must be one of {', '.join(flag.choices)}, got {value!r}", param=flag.key)
     return converted

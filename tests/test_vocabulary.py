@@ -117,7 +117,13 @@ def test_a_config_is_made_from_keys():
 
 @pytest.mark.parametrize(
     ("values", "match"),
-    [({"prot": 1}, "unknown setting prot"), ({"port": "x"}, "port must be of type int"), ({"device": "tpu"}, "one of auto, cpu, cuda")],
+    [
+        ({"prot": 1}, "unknown setting prot"),
+        ({"port": "x"}, "port must be of type int"),
+        ({"device": "tpu"}, "one of auto, cpu, cuda"),
+        ({"tpot-target-ms": "nan"}, "tpot-target-ms must be a number that is not below zero"),
+        ({"tpot-target-ms": -1.0}, "tpot-target-ms must be a number that is not below zero"),
+    ],
 )
 def test_a_wrong_setting_is_named(values, match):
     with pytest.raises(ConfigError, match=match):
