@@ -68,10 +68,11 @@ def test_a_thousand_tokens_of_prefill_cost_58_ms() -> None:
 
 
 def test_the_kv_cache_is_what_weights_and_activations_leave() -> None:
-    assert kv_tokens(LLAMA_8B, A100) == pytest.approx(446_000, rel=0.01)
+    assert kv_tokens(LLAMA_8B, A100, 0.5) < kv_tokens(LLAMA_8B, A100, 0.9)
+    assert kv_tokens(LLAMA_8B, A100, 0.9) == pytest.approx(446_000, rel=0.01)
     with pytest.raises(ValueError, match="141 GB need more than 1 of 85 GB"):
-        kv_tokens(LLAMA_70B, A100)
-    assert kv_tokens(LLAMA_70B, A100, 4) == pytest.approx(479_000, rel=0.02)
+        kv_tokens(LLAMA_70B, A100, 0.9)
+    assert kv_tokens(LLAMA_70B, A100, 0.9, 4) == pytest.approx(479_000, rel=0.02)
 
 
 def test_a_picture_takes_two_and_a_half_milliseconds() -> None:

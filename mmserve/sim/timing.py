@@ -30,7 +30,6 @@ STEP_S = 2.7e-3  # a step as such: launches, sampling, the way through the host
 ROW_S = 18e-6  # a row in it
 ALL_REDUCE_S = 20e-6  # an all-reduce as such
 
-MEMORY_USED = 0.90  # share of the memory for weights, activations and KV cache
 ACTIVATION_BYTES = 2e9
 
 SAMPLE_RATE = 16_000  # Hz, what clips are encoded at
@@ -77,11 +76,16 @@ def step_s(work: StepWork, shape: DecoderShape, card: Card, num_ranks: int = 1) 
     return (linear + attention + communication + overhead) / GROUP
 
 
-def kv_tokens(shape: DecoderShape, card: Card, num_ranks: int = 1) -> int:
-    """Tokens that the KV caches of `num_ranks` cards hold together.  Raises ValueError if the weights alone don't fit."""
-    free = num_ranks * (card.memory_bytes * MEMORY_USED - ACTIVATION_BYTES) - shape.weight_bytes
+def kv_tokens(shape: DecoderShape, card: Card, utilization: float, num_ranks: int = 1) -> int:
+    """Tokens that the KV caches of `num_ranks` cards hold together, with that share of the memory for them, weights and activations.
+
+    Raises ValueError if the weights alone don't fit.
+    """
+    free = num_ranks * (card.memory_bytes * utilization - ACTIVATION_BYTES) - shape.weight_bytes
     if free <= 0:
-        raise ValueError(f"weights of {shape.weight_bytes / 1e9:.0f} GB need more than {num_ranks} of {card.memory_bytes / 1e9:.0f} GB")
+        raise ValueError(
+            f"weights of {shape.weight_bytes / 1e9:.0f} GB need more than {utilization:g} of {num_ranks} of {card.memory_bytes / 1e9:.0f} GB"
+        )
     return int(free // shape.kv_bytes_per_token)
 
 

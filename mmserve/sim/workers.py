@@ -54,7 +54,7 @@ class SimulatedDecoder:
         self._token_ids = spec.simulated.token_ids
         self._card = card_of(spec.device)
         self._num_ranks = num_ranks
-        self.num_blocks = kv_tokens(self._shape, self._card, num_ranks) // spec.block_size
+        self.num_blocks = kv_tokens(self._shape, self._card, spec.gpu_memory_utilization, num_ranks) // spec.block_size
 
     def run(self, plan: StepPlan) -> StepResult:
         began_s = time.monotonic()

@@ -17,6 +17,7 @@ import numpy as np
 
 from mmserve.composition import Composition, load_composition
 from mmserve.composition.picture_fit import PictureFit
+from mmserve.config import SchedulerConfig
 from mmserve.encoders.embedding_cache import EmbeddingCache
 from mmserve.encoders.encoder_pool import EncoderPool
 from mmserve.errors import MmserveError
@@ -169,7 +170,7 @@ class _Decoder:
     """Replicas of one decoder, as `DecoderGroup` has them, without processes."""
 
     def __init__(self, box: Box, group: Group, limits: SchedulerLimits, max_num_queued: int) -> None:
-        num_blocks = kv_tokens(group.shape, box.card, group.num_ranks) // BLOCK_SIZE
+        num_blocks = kv_tokens(group.shape, box.card, SchedulerConfig().gpu_memory_utilization, group.num_ranks) // BLOCK_SIZE
         ready = DecoderReady(num_blocks, BLOCK_SIZE, limits.max_model_len, VOCAB_SIZE, group.shape.hidden_size)
         self._admission = Admission(limits.max_model_len, num_blocks, BLOCK_SIZE, max_num_queued)
         self._records = Records()
