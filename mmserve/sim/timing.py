@@ -83,9 +83,8 @@ def kv_tokens(shape: DecoderShape, card: Card, utilization: float, num_ranks: in
     """
     free = num_ranks * (card.memory_bytes * utilization - ACTIVATION_BYTES) - shape.weight_bytes
     if free <= 0:
-        raise ValueError(
-            f"weights of {shape.weight_bytes / 1e9:.0f} GB need more than {utilization:g} of {num_ranks} of {card.memory_bytes / 1e9:.0f} GB"
-        )
+        memory = f"{utilization:g} of {num_ranks} x {card.memory_bytes / 1e9:.0f} GB"
+        raise ValueError(f"weights of {shape.weight_bytes / 1e9:.0f} GB need more than {memory}")
     return int(free // shape.kv_bytes_per_token)
 
 
