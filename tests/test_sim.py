@@ -70,7 +70,7 @@ def test_a_thousand_tokens_of_prefill_cost_58_ms() -> None:
 def test_the_kv_cache_is_what_weights_and_activations_leave() -> None:
     assert kv_tokens(LLAMA_8B, A100, 0.5) < kv_tokens(LLAMA_8B, A100, 0.9)
     assert kv_tokens(LLAMA_8B, A100, 0.9) == pytest.approx(446_000, rel=0.01)
-    with pytest.raises(ValueError, match="141 GB need more than 0.9 of 1 x 85 GB"):
+    with pytest.raises(ValueError, match=r"141 GB need more than 0\.9 of 1 x 85 GB"):
         kv_tokens(LLAMA_70B, A100, 0.9)
     assert kv_tokens(LLAMA_70B, A100, 0.9, 4) == pytest.approx(479_000, rel=0.02)
 
