@@ -3,8 +3,8 @@
 Five floors; imports go down only.
 
     doors        __main__  cli/  gateway/  bench/
-    engine       engine  sync_engine  active_request  decoder_group  replica  supervisor  media_service
-                 tokenizer  chat_template  token_fuser  modality_router  model_router  token_stream  readiness  ledger  spool
+    engine       engine  sync_engine  active_request  decoder_group  replica_set  replica  supervisor
+                 media_service  tokenizer  chat_template  token_fuser  modality_router  model_router  token_stream  readiness  ledger  spool
     departments  scheduler/  encoders/           (they never import each other)
     memory       paged_kv/
     vocabulary   errors  config  composition  media  request  plan  shared_buffer  transport  child_process  metrics
@@ -21,7 +21,7 @@ One request, two images and a clip:
      4  media_service    digest and header of each item: 576 + 576 + 375 rows are known, nothing is decoded
      5  tokenizer        chat template -> pieces; token_fuser lays them end to end -> ids and spans
      6  admission        would it ever fit? is the queue short enough? else 4xx or 503, now
-     7  decoder_group    placed on a replica: longest cached prefix, then least pending work
+     7  replica_set      placed on a replica: longest cached prefix, then least pending work
      8  scheduler        what does it wait for? -> encoder_pool: in the cache? in flight? else decode process, micro-batch, tower
      9  replica          plan -> worker -> result: text at once, spans when their rows have landed, then a token a step
     10  active_request   token -> text, stop strings -> Delta on the token_stream

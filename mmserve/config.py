@@ -19,6 +19,7 @@ from typing import Any
 from mmserve.errors import MmserveError
 from mmserve.media import MediaLimits
 
+GPU_QUEUE_WAIT_S = 0.3  # leaves time for an encode and a prefill before a first token is late
 FLASH_BLOCK_SIZE = 256  # what flash-attn 2 reads by one table look-up
 TORCH_BLOCK_SIZE = 16  # the stride of the prefix cache's hashes: the least waste
 
@@ -71,6 +72,9 @@ class SchedulerConfig:
     gpu_memory_utilization: float = option(0.9, "share of a GPU's memory for weights, activations and KV cache")
     enable_prefix_caching: bool = option(True, "share the KV blocks of equal prefixes")
     max_num_queued_reqs: int = option(512, "requests waiting for a first step, beyond which new ones get 503")
+    max_queue_wait_s: float | None = option(
+        None, "seconds that a first step may foreseeably be waited for, beyond which new requests get 503; 0.3 on GPUs, any on the CPU"
+    )
 
 
 @dataclass(frozen=True)
@@ -180,6 +184,11 @@ def is_simulated(device: str) -> bool:
 def worker_module(device: str) -> str:
     """Where the entry points of this device's worker processes are."""
     return "mmserve.sim.workers" if is_simulated(device) else "mmserve.worker.main"
+
+
+def max_queue_wait_s(wanted: float | None, device: str) -> float:
+    """Who comes to a GPU expects an answer that begins within a second; who tries a CPU expects one at all."""
+    return wanted if wanted is not None else math.inf if device == "cpu" else GPU_QUEUE_WAIT_S
 
 
 def replica_devices(text: str | None, device: str, num_ranks: int, key: str) -> tuple[tuple[str, ...], ...]:

@@ -14,9 +14,8 @@ from mmserve.media import MediaSpan
 from mmserve.metrics import Metrics
 from mmserve.plan import DecoderReady, DecoderWorkerSpec, Rank
 from mmserve.replica import Replica, Rows
-from mmserve.scheduler.admission import Admission
-from mmserve.scheduler.placement import Candidate, place
-from mmserve.scheduler.records import Records
+from mmserve.replica_set import ReplicaSet
+from mmserve.scheduler.admission import QueueLimits
 from mmserve.scheduler.scheduler import SchedulerLimits, TokenUpdate
 from mmserve.scheduler.sequence import Sequence
 from mmserve.shared_buffer import SharedMemory
@@ -39,7 +38,7 @@ class DecoderGroup:
         rows: Rows,
         metrics: Metrics,
         *,
-        max_num_queued: int,
+        queue: QueueLimits,
         enable_prefix_caching: bool,
         deliver: Callable[[list[TokenUpdate]], None],
         want: Callable[[Sequence, MediaSpan], None],
@@ -50,16 +49,13 @@ class DecoderGroup:
         self._limits = limits
         self._rows = rows
         self._metrics = metrics
-        self._max_num_queued = max_num_queued
         self._enable_prefix_caching = enable_prefix_caching
         self._deliver = deliver
         self._want = want
         self._lost = lost
-        self._replicas: list[Replica] = []
+        self._replicas = ReplicaSet(limits.max_model_len, queue, time.monotonic)
         self._held: dict[int, Sequence] = {}  # sequences that wait for a worker to live
         self._home: dict[int, Replica] = {}  # seq_id -> where it was placed last
-        self._records = Records()
-        self._admission: Admission | None = None  # known once the first worker said how much it holds
         target = f"{worker_module(replicas[0][0].device)}:run_decoder"
         self._rendezvous: list[Rendezvous] = []
         self.supervisors = [
@@ -69,31 +65,28 @@ class DecoderGroup:
 
     @property
     def alive(self) -> bool:
-        return bool(self._replicas)
+        return len(self._replicas) > 0
 
     async def close(self) -> None:
         await asyncio.gather(*(supervisor.close() for supervisor in self.supervisors))
         for rendezvous in self._rendezvous:
             rendezvous.close()
 
-    def check(self, num_prompt: int, max_tokens: int | None, num_sequences: int) -> int:
+    def check(self, num_prompt: int, max_tokens: int | None, num_sequences: int, tenant: str) -> int:
         """Most tokens, prompt and answer, that each sequence may reach.  Raises the error of whatever limit it would break."""
-        if self._admission is None or (not self._replicas and all(supervisor.broken for supervisor in self.supervisors)):
+        if not self._replicas.was_ready or (not self._replicas and all(supervisor.broken for supervisor in self.supervisors)):
             raise Overloaded(f"the {self.name} decoder is starting again", retry_after_s=5.0)
-        num_queued = len(self._held) + sum(replica.scheduler.num_waiting for replica in self._replicas)
-        return self._admission.check(num_prompt, max_tokens, num_sequences, num_queued, self.retry_after_s(num_queued))
+        return self._replicas.check(num_prompt, max_tokens, num_sequences, tenant, num_held=len(self._held))
 
     def retry_after_s(self, num_queued: int) -> float:
-        """When `num_queued` sequences will have begun, at the rate of the last half minute."""
-        return self._records.drain.retry_after_s(num_queued, time.monotonic())
+        """When `num_queued` sequences will have begun, at the rate of late."""
+        return self._replicas.records.drain.retry_after_s(num_queued, time.monotonic())
 
     def add(self, sequence: Sequence) -> None:
         if not self._replicas:
             self._held[sequence.seq_id] = sequence
             return
-        schedulers = [replica.scheduler for replica in self._replicas]
-        candidates = [Candidate(each.saved_ms(sequence), each.pending_ms) for each in schedulers]
-        replica = self._replicas[place(candidates)]
+        replica = self._replicas.place(sequence)
         self._home[sequence.seq_id] = replica
         replica.add(sequence)
 
@@ -123,22 +116,19 @@ class DecoderGroup:
 
     async def _serve(self, worker: Worker, ready: DecoderReady) -> None:
         """One worker's life, start to WorkerDied."""
-        limits = self._limits
-        if self._admission is None:
-            self._admission = Admission(limits.max_model_len, ready.num_blocks, ready.block_size, self._max_num_queued)
         replica = Replica(
             self.name,
             worker,
             ready,
-            limits,
+            self._limits,
             self._rows,
             self._metrics,
-            self._records,
+            self._replicas.records,
             enable_prefix_caching=self._enable_prefix_caching,
             deliver=self._deliver,
             want=self._want,
         )
-        self._replicas.append(replica)
+        self._replicas.add(replica, ready)
         held, self._held = self._held, {}
         for sequence in held.values():
             self.add(sequence)

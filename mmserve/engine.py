@@ -18,7 +18,7 @@ from typing import Self
 
 from mmserve.active_request import ActiveRequest, new_choice, record_timings, take_token
 from mmserve.composition import load_composition
-from mmserve.config import Config, ConfigError, device_names, is_simulated, kv_block_size, replica_devices
+from mmserve.config import Config, ConfigError, device_names, is_simulated, kv_block_size, max_queue_wait_s, replica_devices
 from mmserve.decoder_group import DecoderGroup
 from mmserve.encoders.embedding_cache import CacheEvent
 from mmserve.errors import MmserveError, Overloaded
@@ -32,6 +32,7 @@ from mmserve.model_router import ModelChoice, choose_model
 from mmserve.plan import DecoderWorkerSpec, SimulatedModel
 from mmserve.readiness import proof_requests
 from mmserve.request import ChatRequest, FinishReason, Usage
+from mmserve.scheduler.admission import QueueLimits
 from mmserve.scheduler.scheduler import SchedulerLimits, TokenUpdate
 from mmserve.scheduler.sequence import Sequence
 from mmserve.shared_buffer import SharedBuffer
@@ -178,7 +179,8 @@ class AsyncEngine:
         else:
             pieces = self.tokenizers[choice.model].pieces(request)
         fused = fuse(pieces, {id(item.item): item for item in media})
-        max_total_tokens = self._groups[choice.model].check(len(fused.token_ids), request.sampling.max_tokens, request.sampling.n)
+        sampling = request.sampling
+        max_total_tokens = self._groups[choice.model].check(len(fused.token_ids), sampling.max_tokens, sampling.n, request.tenant)
         num_bytes = self._media.num_bytes(media, choice.model)
         await self._media.room.take(num_bytes)
         active = self._activate(request, routed, choice, media, fused, max_total_tokens, num_bytes, arrival_s, recorded)
@@ -415,7 +417,7 @@ class AsyncEngine:
             SchedulerLimits(self.max_model_len, scheduler.max_num_seqs, scheduler.max_num_batched_tokens, scheduler.tpot_target_ms),
             self._media.cache,
             self.metrics,
-            max_num_queued=scheduler.max_num_queued_reqs,
+            queue=QueueLimits(scheduler.max_num_queued_reqs, max_queue_wait_s(scheduler.max_queue_wait_s, device)),
             enable_prefix_caching=scheduler.enable_prefix_caching,
             deliver=self._deliver,
             want=self._want,

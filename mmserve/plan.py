@@ -1,13 +1,14 @@
 """What crosses the wall between the main process and a worker, and nothing else does.
 
-A plan is complete: it carries everything one forward pass needs, so that a worker remembers KV bytes and nothing about requests.
+A plan is complete: it carries everything one forward pass needs, so that a worker remembers KV bytes, the tokens it sampled last, and
+nothing about requests.  Plans are run in the order in which they are sent; the next may be sent while one runs.
 Letters for shapes: S rows (sequences), T tokens, B blocks, H hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +36,7 @@ class RowSampling(NamedTuple):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     prompt_ids: np.ndarray | None = None  # int32, only with a repetition penalty
-    output_ids: np.ndarray | None = None  # int32, only with a penalty
+    output_ids: np.ndarray | None = None  # int32, only with a penalty; without the token that the step before samples
     banned_ids: tuple[int, ...] = ()  # end tokens while fewer than min_tokens are out
     logit_bias: Mapping[int, float] | None = None
     logprobs: int | None = None
@@ -67,7 +68,7 @@ class StepPlan:
 
     step_id: int
     seq_ids: tuple[int, ...]  # [S], for logs and results; a worker attaches no meaning to them
-    token_ids: np.ndarray  # int32 [T]; at media rows any valid id
+    token_ids: np.ndarray  # int32 [T]; at media rows and where a row of `sampled_by` has its token any valid id
     positions: np.ndarray  # int32 [P, T], P = 1, or 3 for multi-axis rotary models
     slot_mapping: np.ndarray  # int32 [T], block_id * block_size + offset
     query_starts: np.ndarray  # int32 [S + 1]
@@ -75,8 +76,24 @@ class StepPlan:
     block_tables: np.ndarray  # int32 [S, B], padded with 0
     wants_token: np.ndarray  # bool [S], True where this step reaches the row's last token
     sampling: tuple[RowSampling | None, ...]  # [S], None where wants_token is False
+    sampled_by: np.ndarray  # int32 [S], row of the plan before this one that samples the row's only token; -1: its tokens are here
     copies: tuple[BlockCopy, ...] = ()
     media: tuple[MediaSlice, ...] = ()
+
+    def completed(self, sampled: Sequence[SampledToken | None]) -> StepPlan:
+        """This plan with the tokens that the step before sampled; token 0 for a row that failed, as nobody looks at what becomes of it."""
+        waiting = np.flatnonzero(self.sampled_by >= 0)
+        if not len(waiting):
+            return self
+        token_ids, sampling = self.token_ids.copy(), list(self.sampling)
+        for row in waiting.tolist():
+            token = sampled[self.sampled_by[row]]
+            token_id = 0 if token is None else token.token_id
+            token_ids[self.query_starts[row]] = token_id
+            how = sampling[row]
+            if how is not None and how.output_ids is not None:
+                sampling[row] = how._replace(output_ids=np.append(how.output_ids, np.int32(token_id)))
+        return replace(self, token_ids=token_ids, sampling=tuple(sampling))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +111,16 @@ class StepResult:
     seconds: float = 0.0  # compute time
 
 
+OUT_OF_MEMORY = "out_of_memory"
+FOLLOWS_FAILED_STEP = "follows_failed_step"  # it needs tokens that were never sampled, and was not tried
+
+
 @dataclass(frozen=True, slots=True)
 class StepFailed:
     """The whole step did not run, and no KV can be trusted to have been written.  The worker lives on."""
 
     step_id: int
-    reason: str  # out_of_memory
+    reason: str  # OUT_OF_MEMORY or FOLLOWS_FAILED_STEP
 
 
 @dataclass(frozen=True, slots=True)

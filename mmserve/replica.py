@@ -1,34 +1,34 @@
 """One decoder worker's life, seen from main: its KV books, its scheduler, and the loop that plans, sends and applies steps.
 
-A replica ends with its worker; the sequences it held are evacuated and live on elsewhere.
+The next step is planned just before the one that runs should end: so late that who comes meanwhile is in it, so early that the worker
+need not wait.  A replica ends with its worker; the sequences it held are evacuated and live on elsewhere.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
+from collections import deque
 from collections.abc import Callable
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from mmserve.errors import WorkerDied
 from mmserve.media import MediaSpan
 from mmserve.metrics import Metrics
 from mmserve.paged_kv.kv_cache_manager import KVCacheManager
-from mmserve.plan import DecoderReady, StepFailed, StepPlan, StepResult
+from mmserve.plan import DecoderReady, StepFailed, StepResult
 from mmserve.scheduler.records import Records
-from mmserve.scheduler.scheduler import Scheduler, SchedulerLimits, TokenUpdate
+from mmserve.scheduler.scheduler import MAX_STEPS_IN_FLIGHT, Scheduler, SchedulerLimits, TokenUpdate
 from mmserve.scheduler.sequence import Sequence
 from mmserve.shared_buffer import BufferSlice
-from mmserve.supervisor import Worker
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 log = logging.getLogger(__name__)
 
 STEP_TIMEOUT_S = 30.0  # a step is bounded by its token budget; one that takes this long is hung
+PLAN_AHEAD_S = 0.004  # before the end of a step, for the next: to plan 256 rows, send them, and be a little wrong about the end
 
 
 class Rows(Protocol):
@@ -39,13 +39,31 @@ class Rows(Protocol):
     def unpin(self, key: bytes) -> None: ...
 
 
+class Steps(Protocol):
+    """Who computes: a worker, as far as a replica needs it."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def died(self) -> asyncio.Event: ...
+    def send(self, message: object, timeout_s: float) -> asyncio.Future[Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step that was sent."""
+
+    reply: asyncio.Future[Any]
+    pinned: tuple[bytes, ...]  # keys of the rows it reads: they must not be evicted and written over
+
+
 class Replica:
     """`deliver` gets every token, `want` every media span that a sequence waits for."""
 
     def __init__(
         self,
         name: str,
-        worker: Worker,
+        worker: Steps,
         ready: DecoderReady,
         limits: SchedulerLimits,
         rows: Rows,
@@ -67,6 +85,8 @@ class Replica:
         self._want = want
         self._now_s = now_s
         self._wake = asyncio.Event()
+        self._flights: deque[_Flight] = deque()  # oldest first
+        self._began_s = 0.0  # when the oldest of them began to run
         self._seen = (0, 0, 0)  # preemptions, prefix queries, prefix hits already counted
 
     def add(self, sequence: Sequence) -> None:
@@ -74,7 +94,7 @@ class Replica:
         self.wake()
 
     def abort(self, seq_id: int) -> None:
-        """Free its blocks at once, or when the step in flight lands.  Unknown ids are ignored: the sequence may have just ended."""
+        """Free its blocks at once.  Unknown ids are ignored: the sequence may have just ended."""
         self.scheduler.abort(seq_id)
         self.wake()
 
@@ -84,48 +104,77 @@ class Replica:
 
     async def run(self) -> None:
         """Step until the worker dies.  Raises WorkerDied."""
-        while True:
-            self._wake.clear()
-            plan = self.scheduler.schedule(self._now_s())
-            for sequence, span in self.scheduler.wanted_media():
-                self._want(sequence, span)
-            self._report()
-            if plan is None:
-                await self._idle()
-                continue
-            with self._pinned(plan):
-                reply = await self._worker.call(plan, STEP_TIMEOUT_S)
-            if isinstance(reply, StepFailed):
-                log.warning("worker=%s pid=%d step=%d failed: %s", self.name, self._worker.pid, reply.step_id, reply.reason)
-                self._deliver(self.scheduler.step_failed(reply))
-                continue
-            assert isinstance(reply, StepResult), f"unexpected reply {type(reply).__name__}"
-            self._metrics.gpu_seconds.labels("decode").inc(reply.seconds)
-            self._deliver(self.scheduler.apply(reply, self._now_s()))
-
-    async def _idle(self) -> None:
-        """Until woken.  Raises WorkerDied if the worker goes first."""
-        self.scheduler.check()
-        waits = [asyncio.ensure_future(self._wake.wait()), asyncio.ensure_future(self._worker.died.wait())]
+        death = asyncio.create_task(self._watch_death())
+        timer: asyncio.TimerHandle | None = None
         try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            while True:
+                self._wake.clear()
+                while self._flights and self._flights[0].reply.done():
+                    self._land()
+                due_in_s = self._due_in_s()
+                if due_in_s <= 0:
+                    self._launch()
+                elif due_in_s < math.inf:
+                    timer = asyncio.get_running_loop().call_later(due_in_s, self._wake.set)
+                if not self._flights:
+                    if self._worker.died.is_set():
+                        raise WorkerDied("ended while idle")
+                    self.scheduler.check()
+                await self._wake.wait()
+                if timer is not None:
+                    timer.cancel()
         finally:
-            for wait in waits:
-                wait.cancel()
-        if self._worker.died.is_set():
-            raise WorkerDied("ended while idle")
+            death.cancel()
+            while self._flights:
+                self._unpin(self._flights.popleft())
 
-    @contextmanager
-    def _pinned(self, plan: StepPlan) -> Iterator[None]:
-        """Rows that a step in flight reads must not be evicted and written over."""
-        keys = [media.key for media in plan.media]
-        for key in keys:
+    def _due_in_s(self) -> float:
+        """When to plan the next step."""
+        if len(self._flights) == MAX_STEPS_IN_FLIGHT:
+            return math.inf
+        if not self._flights:
+            return 0.0
+        return self._began_s + self.scheduler.expected_s - PLAN_AHEAD_S - self._now_s()
+
+    def _launch(self) -> None:
+        """Plan and send, if there is anything to compute."""
+        plan = self.scheduler.schedule(self._now_s())
+        for sequence, span in self.scheduler.wanted_media():
+            self._want(sequence, span)
+        self._report()
+        if plan is None:
+            return
+        pinned = tuple(media.key for media in plan.media)
+        for key in pinned:
             self._rows.pin(key)
-        try:
-            yield
-        finally:
-            for key in keys:
-                self._rows.unpin(key)
+        if not self._flights:
+            self._began_s = self._now_s()
+        reply = self._worker.send(plan, STEP_TIMEOUT_S)
+        self._flights.append(_Flight(reply, pinned))
+        reply.add_done_callback(lambda _: self._wake.set())
+        self._wake.set()  # perhaps the one after it is due, too
+
+    def _land(self) -> None:
+        """Take in the answer to the oldest step.  Raises WorkerDied."""
+        flight = self._flights.popleft()
+        self._unpin(flight)
+        self._began_s = self._now_s()  # of the next
+        reply = flight.reply.result()
+        if isinstance(reply, StepFailed):
+            log.warning("worker=%s pid=%d step=%d failed: %s", self.name, self._worker.pid, reply.step_id, reply.reason)
+            self._deliver(self.scheduler.step_failed(reply))
+            return
+        assert isinstance(reply, StepResult), f"unexpected reply {type(reply).__name__}"
+        self._metrics.gpu_seconds.labels("decode").inc(reply.seconds)
+        self._deliver(self.scheduler.apply(reply, self._now_s()))
+
+    async def _watch_death(self) -> None:
+        await self._worker.died.wait()
+        self._wake.set()
+
+    def _unpin(self, flight: _Flight) -> None:
+        for key in flight.pinned:
+            self._rows.unpin(key)
 
     def _report(self) -> None:
         metrics, scheduler = self._metrics, self.scheduler

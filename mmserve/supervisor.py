@@ -10,7 +10,9 @@ import asyncio
 import contextlib
 import logging
 import socket
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -39,8 +41,14 @@ class WorkerFailedToStart(MmserveError):
     code = "worker_failed_to_start"
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    reply: asyncio.Future[Any]
+    timeout_s: float
+
+
 class Worker:
-    """One life of one worker.  Calls take turns; each gets the next reply.
+    """One life of one worker.  It answers messages in the order in which they were sent.
 
     Every rank is sent every message and answers it; the answer of rank 0 is the worker's.
     """
@@ -53,8 +61,10 @@ class Worker:
         self._channels = channels
         self._alive = set(processes)
         self._all_gone = asyncio.Event()
-        self._turn = asyncio.Lock()
         self._loop = asyncio.get_running_loop()
+        self._calls: deque[_Call] = deque()  # not answered yet
+        self._deadline: asyncio.TimerHandle | None = None  # of the first of them
+        self._reader: asyncio.Task[None] | None = None  # once it is ready
         for process in processes:
             self._loop.add_reader(process.sentinel, partial(self._note_death, process))
 
@@ -83,30 +93,39 @@ class Worker:
     def pid(self) -> int:
         return self.pids[0]
 
+    def send(self, message: object, timeout_s: float) -> asyncio.Future[Any]:
+        """The reply to come.  The time counts from when everything sent before has been answered; who doesn't keep it is killed.
+
+        The reply is WorkerDied where there is none.
+        """
+        reply: asyncio.Future[Any] = self._loop.create_future()
+        try:
+            self._write(message)
+        except WorkerDied as error:
+            reply.set_exception(error)
+            return reply
+        self._calls.append(_Call(reply, timeout_s))
+        if len(self._calls) == 1:
+            self._watch_first()
+        return reply
+
     async def call(self, message: object, timeout_s: float) -> Any:
-        """Send and wait for the reply.  A worker that doesn't answer in time is killed.  Raises WorkerDied."""
-        async with self._turn:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await self._send(message)
-                    reply = await self._receive()
-                    self.num_answers += 1
-                    return reply
-            except TimeoutError:
-                log.error("worker=%s pid=%d no answer in %.0f s, killing it", self.role, self.pid, timeout_s)
-                self.kill()
-                raise WorkerDied(f"{self.role} hung") from None
-            except asyncio.CancelledError:
-                self.kill()  # its reply would be taken for the next call's
-                raise
+        """Send and wait for the reply.  A worker whose caller goes away is killed: what it would write has no place.  Raises WorkerDied."""
+        try:
+            return await self.send(message, timeout_s)
+        except asyncio.CancelledError:
+            self.kill()
+            raise
 
     async def receive(self, timeout_s: float) -> Any:
-        """A message nobody asked for: the ready report.  Raises WorkerDied."""
+        """The message nobody asked for, its ready report; only then can it be called.  Raises WorkerDied."""
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._receive()
+                report = await self._receive()
         except TimeoutError:
             raise WorkerDied(f"{self.role} was not ready in {timeout_s:.0f} s") from None
+        self._reader = self._loop.create_task(self._read(), name=f"read-{self.role}")
+        return report
 
     def kill(self) -> None:
         for process in self._alive:
@@ -116,8 +135,7 @@ class Worker:
         """Ask it to leave, then make it."""
         with contextlib.suppress(WorkerDied, TimeoutError):
             async with asyncio.timeout(grace_s):
-                async with self._turn:
-                    await self._send(Shutdown())
+                self._write(Shutdown())
                 await self.died.wait()
         await self.bury()
 
@@ -127,19 +145,55 @@ class Worker:
         try:
             await self._all_gone.wait()  # a join before that would hold up the loop
         finally:
-            for channel in self._channels:
-                channel.close()
+            self._end_calls(WorkerDied(f"{self.role} was stopped"))
         for process in self._processes:
             process.join()
 
-    async def _send(self, message: object) -> None:
+    def _write(self, message: object) -> None:
         data = pack(message)
         for channel in self._channels:
-            await channel.send_packed(data)
+            channel.write(data)
 
     async def _receive(self) -> Any:
         replies = [await channel.receive() for channel in self._channels]
         return replies[0]
+
+    async def _read(self) -> None:
+        """Every answer to its call, until the worker is gone."""
+        try:
+            while True:
+                answer = await self._receive()
+                self.num_answers += 1
+                call = self._calls.popleft()
+                self._watch_first()
+                if not call.reply.done():
+                    call.reply.set_result(answer)
+        except WorkerDied as error:
+            self._end_calls(error)
+
+    def _watch_first(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = self._loop.call_later(self._calls[0].timeout_s, self._give_up) if self._calls else None
+
+    def _give_up(self) -> None:
+        timeout_s = self._calls[0].timeout_s
+        log.error("worker=%s pid=%d no answer in %.0f s, killing it", self.role, self.pid, timeout_s)
+        self.kill()
+        self._end_calls(WorkerDied(f"{self.role} hung: no answer in {timeout_s:g} s"))
+
+    def _end_calls(self, error: WorkerDied) -> None:
+        """Nobody gets an answer any more."""
+        if self._reader is not None and self._reader is not asyncio.current_task():
+            self._reader.cancel()
+        for channel in self._channels:
+            channel.close()
+        calls, self._calls = self._calls, deque()
+        self._watch_first()
+        for call in calls:
+            if not call.reply.done():
+                call.reply.set_exception(error)
+                call.reply.exception()  # whoever doesn't wait for it need not be told
 
     def _note_death(self, process: BaseProcess) -> None:
         self._loop.remove_reader(process.sentinel)

@@ -37,18 +37,18 @@ class Channel:
         return cls(reader, writer)
 
     async def send(self, message: object) -> None:
-        """Raises WorkerDied if the peer is gone."""
-        await self.send_packed(pack(message))
-
-    async def send_packed(self, data: bytes) -> None:
-        """The same for a message that goes to several peers and was packed once."""
-        if self._writer.is_closing():  # writing now is an OSError on one loop and a RuntimeError on another
-            raise WorkerDied("channel closed")
+        """Waits while much is on its way already.  Raises WorkerDied if the peer is gone."""
+        self.write(pack(message))
         try:
-            self._writer.write(data)
             await self._writer.drain()
         except OSError as error:
             raise WorkerDied("channel closed while sending") from error
+
+    def write(self, data: bytes) -> None:
+        """A packed message, kept here until the peer takes it.  Raises WorkerDied if the peer is gone."""
+        if self._writer.is_closing():  # writing now is an OSError on one loop and a RuntimeError on another
+            raise WorkerDied("channel closed")
+        self._writer.write(data)
 
     async def receive(self) -> Any:
         """The next message.  Raises WorkerDied when the peer closed its end."""

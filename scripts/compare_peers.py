@@ -149,8 +149,8 @@ async def stream(openai: AsyncOpenAI, model: str, text: str, *, ignore_eos: bool
     return Stream(first - started, counted or num_chunks)
 
 
-async def measure(peer: Peer, model: Path, concurrency: Sequence[int], core: int, seed: int) -> list[dict[str, Any]]:
-    rows = []
+async def measure(peer: Peer, model: Path, concurrency: Sequence[int], core: int, seed: int) -> AsyncIterator[dict[str, Any]]:
+    """One row for each number of clients, as it is known."""
     async with running(peer, model, core) as (url, session_id), client(url) as openai:
         name = peer.model.format(model=model)
         await stream(openai, name, prompt(seed), ignore_eos=peer.can_ignore_eos)  # whatever is made on the first request
@@ -160,18 +160,15 @@ async def measure(peer: Peer, model: Path, concurrency: Sequence[int], core: int
             streams = await asyncio.gather(*(stream(openai, name, text, ignore_eos=peer.can_ignore_eos) for text in texts))
             seconds, cpu_s = time.perf_counter() - started, cpu_seconds(session_id) - cpu_s
             num_tokens = sum(s.num_tokens for s in streams)
-            rows.append(
-                {
-                    "server": peer.name,
-                    "clients": num_clients,
-                    "tokens": num_tokens,
-                    "tokens_per_s": round(num_tokens / seconds, 1),
-                    "tokens_per_cpu_s": round(num_tokens / cpu_s, 1),
-                    "ttft_ms_p50": round(1e3 * quantile([s.ttft_s for s in streams], 0.5)),
-                    "ttft_ms_p99": round(1e3 * quantile([s.ttft_s for s in streams], 0.99)),
-                }
-            )
-    return rows
+            yield {
+                "server": peer.name,
+                "clients": num_clients,
+                "tokens": num_tokens,
+                "tokens_per_s": round(num_tokens / seconds, 1),
+                "tokens_per_cpu_s": round(num_tokens / cpu_s, 1),
+                "ttft_ms_p50": round(1e3 * quantile([s.ttft_s for s in streams], 0.5)),
+                "ttft_ms_p99": round(1e3 * quantile([s.ttft_s for s in streams], 0.99)),
+            }
 
 
 async def compare(options: argparse.Namespace, console: Console) -> dict[str, Any]:
@@ -182,7 +179,9 @@ async def compare(options: argparse.Namespace, console: Console) -> dict[str, An
         if shutil.which(peer.argv[0]) is None:
             sys.exit(f"{peer.argv[0]} is not on the path")
         with console.status(name):
-            rows += await measure(peer, options.model.resolve(), options.concurrency, options.server_core, seed=random.randrange(10**6))
+            async for row in measure(peer, options.model.resolve(), options.concurrency, options.server_core, random.randrange(10**6)):
+                console.print(" ".join(f"{key}={value}" for key, value in row.items()), highlight=False)  # a later peer may fail
+                rows.append(row)
     ours = {row["clients"]: row["tokens_per_s"] for row in rows if row["server"] == "mmserve"}
     table = Table(title=f"{options.model.name}: streams of {ANSWER_TOKENS} tokens, one core")
     for column in (*rows[0], "mmserve is faster by"):

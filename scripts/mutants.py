@@ -33,6 +33,7 @@ TESTS = (
     "test_scheduler_media.py",
     "test_scheduler_sharing.py",
     "test_scheduler_pressure.py",
+    "test_steps_ahead.py",
     "test_scheduler_random.py",
     "test_paged_kv_stateful.py",
 )
@@ -51,14 +52,14 @@ MUTANTS = (
     Mutant(
         "a copy's source is never let go",
         "paged_kv/kv_cache_manager.py",
-        "self._held_back[step_id] = [copy.source for copy in copies]",
-        "self._held_back[step_id] = []",
+        "            self._release_block(copy.source)\n        return copies",
+        "            pass\n        return copies",
     ),
     Mutant(
-        "blocks are free while a step still writes them",
+        "a copy's source is let go before the step is sent",
         "paged_kv/kv_cache_manager.py",
-        "            self._held_back[next(reversed(self._held_back))].extend(block_ids)\n            return\n",
-        "            pass\n",
+        "            self._retain(prefix.source)\n            target = self._take()\n",
+        "            target = self._take()\n            self._retain(prefix.source)\n",
     ),
     Mutant(
         "the last token comes from the cache",
@@ -119,14 +120,38 @@ MUTANTS = (
     Mutant(
         "a late result is taken for the step in flight",
         "scheduler/scheduler.py",
-        "if step is None or step.step_id != step_id:",
-        "if step is None:",
+        "if not self._steps or self._steps[0].step_id != step_id:",
+        "if not self._steps:",
     ),
     Mutant(
-        "an aborted row gets its token",
+        "who made room keeps what was computed where it was",
+        "scheduler/sequence.py",
+        "        self.epoch += 1\n",
+        "",
+    ),
+    Mutant(
+        "the token of another row is taken up",
+        "scheduler/plan_builder.py",
+        "index_before[sequence.seq_id] if is_unknown",
+        "len(index_before) - 1 - index_before[sequence.seq_id] if is_unknown",
+    ),
+    Mutant(
+        "a step that failed counts as computed",
         "scheduler/scheduler.py",
-        "                continue  # aborted meanwhile\n",
+        "                row.sequence.rewind()\n",
         "                pass\n",
+    ),
+    Mutant(
+        "an answer goes on beyond its last token in flight",
+        "scheduler/scheduler.py",
+        "elif sequence.num_ahead and sequence.is_full(sequence.num_expected):",
+        "elif False:",
+    ),
+    Mutant(
+        "how to draw a token outlives the token",
+        "scheduler/sequence.py",
+        "        self.row_sampling = None  #",
+        "        #",
     ),
     Mutant(
         "blocks are published before they are computed",
@@ -137,8 +162,8 @@ MUTANTS = (
     Mutant(
         "the longest answer is one token longer",
         "scheduler/sequence.py",
-        "if len(self.token_ids) >= self.max_total_tokens or",
-        "if len(self.token_ids) > self.max_total_tokens or",
+        "return num_tokens >= self.max_total_tokens or",
+        "return num_tokens > self.max_total_tokens or",
     ),
     Mutant(
         "a prompt of exactly the context length is refused",

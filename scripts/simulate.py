@@ -10,17 +10,19 @@ import argparse
 import asyncio
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
-from mmserve.config import SchedulerConfig
+from mmserve.config import GPU_QUEUE_WAIT_S, SchedulerConfig
+from mmserve.scheduler.admission import QueueLimits
 from mmserve.scheduler.scheduler import SchedulerLimits
 from mmserve.sim.hardware import CARDS
 from mmserve.sim.virtual_time import run_in_virtual_time
 from scripts.simulation.box import TOPOLOGIES, Box
 from scripts.simulation.report import Slo, plot, summarize, table
-from scripts.simulation.traffic import BLEND, IMAGES_ONLY, Request, Traffic, generate
+from scripts.simulation.traffic import BLEND, IMAGES_ONLY, NUM_TENANTS, Request, Traffic, generate
 
 MAX_MODEL_LEN = 8192
 DEFAULTS = SchedulerConfig()
@@ -38,10 +40,12 @@ def parse_args() -> argparse.Namespace:
         "--image-surge", type=float, help="this many times the pictures in the middle third: more requests, with nothing else"
     )
     parser.add_argument("--repeat-rate", type=float, default=0.2, help="share of requests about something that was there before")
+    parser.add_argument("--tenants", type=int, default=NUM_TENANTS, help="whose shares of the requests are unequal (Zipf)")
     parser.add_argument("--large-share", type=float, default=0.15, help="share of requests for the large decoder, where there is one")
     parser.add_argument("--max-num-seqs", type=int, default=DEFAULTS.max_num_seqs)
     parser.add_argument("--max-num-batched-tokens", type=int, default=DEFAULTS.max_num_batched_tokens)
     parser.add_argument("--max-num-queued-reqs", type=int, default=DEFAULTS.max_num_queued_reqs)
+    parser.add_argument("--max-queue-wait-s", type=float, default=GPU_QUEUE_WAIT_S)
     parser.add_argument("--tpot-target-ms", type=float, default=DEFAULTS.tpot_target_ms)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plot", type=Path, metavar="FILE.png")
@@ -49,20 +53,23 @@ def parse_args() -> argparse.Namespace:
 
 
 def traffic(args: argparse.Namespace) -> tuple[Traffic, ...]:
-    parts = [Traffic(args.rate, 0.0, args.duration, repeat_rate=args.repeat_rate)]
-    middle = (args.duration / 3, args.duration * 2 / 3)
+    alike = Traffic(args.rate, 0.0, args.duration, repeat_rate=args.repeat_rate, num_tenants=args.tenants)
+    parts = [alike]
+    third = args.duration / 3
+    middle = replace(alike, start_s=third, stop_s=2 * third)
     if args.burst is not None:
-        parts.append(Traffic(args.burst - args.rate, *middle, repeat_rate=args.repeat_rate))
+        parts.append(replace(middle, rate=args.burst - args.rate))
     if args.image_surge is not None:
         extra = args.rate * BLEND["image"] * (args.image_surge - 1)
-        parts.append(Traffic(extra, *middle, mix=tuple(IMAGES_ONLY.items()), repeat_rate=args.repeat_rate))
+        parts.append(replace(middle, rate=extra, mix=tuple(IMAGES_ONLY.items())))
     return tuple(parts)
 
 
 async def simulate(args: argparse.Namespace, requests: list[Request]) -> tuple[Box, float]:
     """The box when all is over, and when that was."""
     limits = SchedulerLimits(MAX_MODEL_LEN, args.max_num_seqs, args.max_num_batched_tokens, args.tpot_target_ms)
-    box = Box(TOPOLOGIES[args.topology], CARDS[args.card], limits, max_num_queued=args.max_num_queued_reqs, large_share=args.large_share)
+    queue = QueueLimits(args.max_num_queued_reqs, args.max_queue_wait_s)
+    box = Box(TOPOLOGIES[args.topology], CARDS[args.card], limits, queue, large_share=args.large_share)
     await box.run(requests)
     return box, asyncio.get_running_loop().time()
 

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from collections.abc import Sequence as Rows
 
 from mmserve.media import MediaKind, MediaSpan
-from mmserve.plan import SampledToken, StepPlan, StepResult
+from mmserve.plan import SampledToken, StepFailed, StepPlan, StepResult
 from mmserve.request import SamplingParams
 from mmserve.scheduler.sequence import Sequence
 from mmserve.shared_buffer import BufferSlice
@@ -105,9 +105,14 @@ class FakeWorker:
         self.media = media
         self.num_computed = 0  # tokens, in all
         self.largest_copy = 0  # tokens
+        self.sampled: tuple[SampledToken | None, ...] | None = None  # by the last step
         self._expected: dict[int, list[bytes]] = {}  # seq_id -> what its positions must hold
 
-    def run(self, plan: StepPlan, truth: dict[int, Sequence]) -> StepResult:
+    def run(self, plan: StepPlan, truth: dict[int, Sequence], stale: Collection[int] = ()) -> StepResult | StepFailed:
+        """One step, after all that were sent before.  What becomes of `stale` rows (seq_ids) nobody cares about, but for where it goes."""
+        if self.sampled is None and plan.sampled_by.max() >= 0:
+            return StepFailed(plan.step_id, "follows_failed_step")
+        plan = plan.completed(self.sampled or ())
         self._copy(plan)
         parts = self._parts(plan)
         tokens: list[SampledToken | None] = []
@@ -121,21 +126,26 @@ class FakeWorker:
             assert 0 <= start < stop
             assert plan.positions[0, first:last].tolist() == list(range(start, stop))
             assert plan.slot_mapping[first:last].tolist() == context[start:]
-            assert [self.kv[slot] for slot in context[:start]] == expected[:start], f"row {row} reads another's KV"
+            is_stale = plan.seq_ids[row] in stale
+            assert is_stale or [self.kv[slot] for slot in context[:start]] == expected[:start], f"row {row} reads another's KV"
             for i, position in enumerate(range(start, stop)):
                 before = self.kv[context[position - 1]] if position else b""
                 self.kv[context[position]] = content(before, parts[first + i])
-                assert self.kv[context[position]] == expected[position], f"row {row} computes the wrong thing at {position}"
+                is_right = is_stale or self.kv[context[position]] == expected[position]
+                assert is_right, f"row {row} computes the wrong thing at {position}"
             assert written.isdisjoint(context[start:]), "two rows write one slot"
             written.update(context[start:])
             tokens.append(self._sample(plan, row, self.kv[context[-1]]))
-        for context, expected in zip(contexts, oracles, strict=True):
-            assert [self.kv[slot] for slot in context] == expected[: len(context)], "a row wrote over what another was reading"
+        for seq_id, context, expected in zip(plan.seq_ids, contexts, oracles, strict=True):
+            is_right = seq_id in stale or [self.kv[slot] for slot in context] == expected[: len(context)]
+            assert is_right, "a row wrote over what another was reading"
         self.num_computed += len(plan.token_ids)
-        return StepResult(plan.step_id, tuple(tokens))
+        self.sampled = tuple(tokens)
+        return StepResult(plan.step_id, self.sampled)
 
     def fail(self, plan: StepPlan) -> None:
         """The step ran out of memory half way: whatever it was to write is spoilt."""
+        self.sampled = None
         for slot in plan.slot_mapping.tolist():
             self.kv[slot] = b"spoilt"
         for copy in plan.copies:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 import numpy as np
 from kv_world import FakeMedia, FakeWorker
@@ -50,8 +51,10 @@ class Desk:
         assert plan is not None
         return plan
 
-    def land(self, plan: StepPlan) -> list[TokenUpdate]:
-        updates = self.scheduler.apply(self.worker.run(plan, self.truth), self.now_s)
+    def land(self, plan: StepPlan, stale: Collection[int] = ()) -> list[TokenUpdate]:
+        result = self.worker.run(plan, self.truth, stale)
+        assert isinstance(result, StepResult)
+        updates = self.scheduler.apply(result, self.now_s)
         self.scheduler.check()
         return updates
 

@@ -48,6 +48,7 @@ def step_plan(
         block_tables=np.array([[*row.blocks, *[0] * (width - len(row.blocks))] for row in rows], np.int32),
         wants_token=np.array([row.sampling is not None for row in rows], np.bool_),
         sampling=tuple(row.sampling for row in rows),
+        sampled_by=np.full(len(rows), -1, np.int32),
         copies=tuple(copies),
         media=tuple(media),
     )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from mmserve.errors import BadRequest, ContextLengthExceeded, MmserveError, Overloaded, TooLarge
-from mmserve.scheduler.admission import Admission
+from mmserve.scheduler.admission import Admission, QueueLimits
 from mmserve.scheduler.drain_rate import DrainRate
 from mmserve.scheduler.placement import Candidate, place
+from mmserve.scheduler.records import Records
 
-ROOMY = Admission(max_model_len=100, num_blocks=20, block_size=16, max_num_queued=10)
-TIGHT = Admission(max_model_len=1000, num_blocks=4, block_size=16, max_num_queued=10)
+ROOMY = Admission(100, num_blocks=20, block_size=16, queue=QueueLimits(10), records=Records())
+TIGHT = Admission(1000, num_blocks=4, block_size=16, queue=QueueLimits(10), records=Records())
 
 
 @pytest.mark.parametrize(
@@ -18,11 +19,11 @@ TIGHT = Admission(max_model_len=1000, num_blocks=4, block_size=16, max_num_queue
     [(1, 1, 2), (60, 40, 100), (60, None, 100), (99, None, 100), (99, 1, 100)],
 )
 def test_a_request_may_grow_as_long_as_it_asked_for_or_as_there_is_room(num_prompt: int, max_tokens: int | None, max_total_tokens: int):
-    assert ROOMY.check(num_prompt, max_tokens, num_sequences=1, num_queued=0, retry_after_s=7.0) == max_total_tokens
+    assert ROOMY.check(num_prompt, max_tokens, num_sequences=1, tenant="a", num_queued=0, now_s=1000.0) == max_total_tokens
 
 
 def test_without_max_tokens_an_answer_ends_where_the_cache_does():
-    assert TIGHT.check(20, None, num_sequences=1, num_queued=0, retry_after_s=7.0) == 64
+    assert TIGHT.check(20, None, num_sequences=1, tenant="a", num_queued=0, now_s=1000.0) == 64
 
 
 @pytest.mark.parametrize(
@@ -35,7 +36,7 @@ def test_without_max_tokens_an_answer_ends_where_the_cache_does():
 )
 def test_beyond_the_context_length_is_refused_with_both_numbers(num_prompt: int, max_tokens: int | None, param: str, message: str):
     with pytest.raises(ContextLengthExceeded) as caught:
-        ROOMY.check(num_prompt, max_tokens, num_sequences=1, num_queued=0, retry_after_s=7.0)
+        ROOMY.check(num_prompt, max_tokens, num_sequences=1, tenant="a", num_queued=0, now_s=1000.0)
     assert (caught.value.message, caught.value.param, caught.value.status) == (message, param, 400)
 
 
@@ -48,28 +49,55 @@ def test_beyond_the_context_length_is_refused_with_both_numbers(num_prompt: int,
 )
 def test_what_could_never_fit_the_cache_is_refused_at_once(num_prompt: int, max_tokens: int | None, param: str, message: str):
     with pytest.raises(TooLarge) as caught:
-        TIGHT.check(num_prompt, max_tokens, num_sequences=1, num_queued=0, retry_after_s=7.0)
+        TIGHT.check(num_prompt, max_tokens, num_sequences=1, tenant="a", num_queued=0, now_s=1000.0)
     assert (caught.value.message, caught.value.param, caught.value.status) == (message, param, 413)
 
 
 def test_a_full_queue_is_overloaded_and_every_choice_counts():
-    ROOMY.check(10, 10, num_sequences=1, num_queued=9, retry_after_s=7.0)
-    ROOMY.check(10, 10, num_sequences=10, num_queued=0, retry_after_s=7.0)
+    ROOMY.check(10, 10, num_sequences=1, tenant="a", num_queued=9, now_s=1000.0)
+    ROOMY.check(10, 10, num_sequences=10, tenant="a", num_queued=0, now_s=1000.0)
     for num_sequences, num_queued in [(1, 10), (2, 9), (11, 0)]:
         with pytest.raises(Overloaded) as caught:
-            ROOMY.check(10, 10, num_sequences, num_queued, retry_after_s=7.0)
+            ROOMY.check(10, 10, num_sequences, "a", num_queued, now_s=1000.0)
         assert caught.value.status == 503
-        assert caught.value.retry_after_s == 7.0
+        assert caught.value.retry_after_s == 60.0  # nobody was seen to begin
+
+
+def test_a_queue_is_too_long_when_it_would_take_too_long():
+    """512 places were five seconds of waiting on an eight-card box: every answer came, and each too late."""
+    door = Admission(100, num_blocks=20, block_size=16, queue=QueueLimits(512, max_wait_s=0.5), records=Records(drain=drained(50.0, 100.0)))
+    door.check(10, 10, num_sequences=1, tenant="a", num_queued=24, now_s=1100.0)
+    with pytest.raises(Overloaded, match=r"26 sequences are waiting: it would take 0.5 s to begin, 0.5 s are the limit") as caught:
+        door.check(10, 10, num_sequences=1, tenant="a", num_queued=26, now_s=1100.0)
+    assert caught.value.retry_after_s == 1.0
+
+
+def test_who_used_more_than_others_is_refused_before_them():
+    """Whoever comes later would go first: his requests were let in and answered seconds too late."""
+    records = Records(drain=drained(50.0, 100.0))
+    records.usage.join("modest")
+    records.usage.join("greedy")
+    records.usage.charge({"greedy": 100.0})  # five seconds at the rate at which that is forgiven
+    door = Admission(100, num_blocks=20, block_size=16, queue=QueueLimits(512, max_wait_s=0.5), records=records)
+    door.check(10, 10, 1, "modest", num_queued=15, now_s=1100.0)
+    with pytest.raises(Overloaded, match=r"15 sequences are waiting: it would take 5.3 s"):
+        door.check(10, 10, 1, "greedy", num_queued=15, now_s=1100.0)
+    door.check(10, 10, 1, "greedy", num_queued=0, now_s=1125.0)  # nobody waits, and seldom did
+
+
+def test_while_nothing_is_known_of_how_fast_a_queue_drains_only_its_length_counts():
+    door = Admission(100, num_blocks=20, block_size=16, queue=QueueLimits(512, max_wait_s=0.5), records=Records())
+    door.check(10, 10, num_sequences=1, tenant="a", num_queued=511, now_s=0.0)
 
 
 def test_a_request_that_can_never_fit_is_told_so_even_when_the_queue_is_full():
     with pytest.raises(ContextLengthExceeded):
-        ROOMY.check(1000, 10, num_sequences=1, num_queued=10, retry_after_s=7.0)
+        ROOMY.check(1000, 10, num_sequences=1, tenant="a", num_queued=10, now_s=1000.0)
 
 
 def test_an_empty_prompt_is_a_bad_request():
     with pytest.raises(BadRequest, match="empty") as caught:
-        ROOMY.check(0, 10, num_sequences=1, num_queued=0, retry_after_s=7.0)
+        ROOMY.check(0, 10, num_sequences=1, tenant="a", num_queued=0, now_s=1000.0)
     assert type(caught.value) is BadRequest
     assert issubclass(BadRequest, MmserveError)
 
@@ -103,9 +131,10 @@ def test_a_common_system_prompt_does_not_send_everybody_to_one_replica():
 
 
 def drained(per_s: float, until_s: float) -> DrainRate:
+    """Of a queue that is never empty."""
     rate = DrainRate()
     for i in range(int(per_s * until_s)):
-        rate.left(1000.0 + (i + 1) / per_s)
+        rate.left(1000.0, 1000.0 + (i + 1) / per_s, is_empty=False)
     return rate
 
 
@@ -117,13 +146,46 @@ def test_who_is_refused_is_told_when_the_queue_will_have_drained(per_s: float, n
     assert drained(per_s, 100.0).retry_after_s(num_queued, 1100.0) == pytest.approx(retry_after_s, rel=0.05)
 
 
-def test_in_the_first_seconds_the_rate_is_that_of_the_time_there_was():
-    assert drained(10.0, 5.0).per_s(1005.0) == pytest.approx(10.0, rel=0.05)
+def test_hours_without_a_queue_say_nothing_about_how_fast_it_drains():
+    """By who left in the last half minute, a burst at a quiet hour would have been refused: one a second came, so one a second left."""
+    rate = DrainRate()
+    for second in range(20):
+        rate.left(second, second + 0.02, is_empty=True)
+    assert rate.wait_s(10, 20.0) == pytest.approx(0.2)
+
+
+def test_those_who_begin_together_count_as_one_step_of_waiting():
+    rate = DrainRate()
+    for step in range(10):
+        for _ in range(5):
+            rate.left(0.0, 0.1 * (step + 1), is_empty=False)
+    assert rate.wait_s(100, 1.0) == pytest.approx(2.0)
+
+
+def test_who_overtakes_an_older_one_is_not_counted_twice():
+    rate = DrainRate()
+    rate.left(1.0, 2.0, is_empty=False)
+    rate.left(0.0, 3.0, is_empty=True)  # came first, begins second: the queue was served all along
+    assert rate.wait_s(1, 3.0) == pytest.approx(1.0)
+
+
+def test_a_queue_of_which_only_the_newest_begin_is_a_queue_all_the_same():
+    """Requests of a greedy tenant waited behind everybody else's, and each of those had hardly waited: the queue seemed to be empty."""
+    rate = DrainRate()
+    for i in range(100):
+        rate.left(0.1 * i - 0.01, 0.1 * i, is_empty=False)
+    assert rate.wait_s(10, 10.0) == pytest.approx(1.0, rel=0.05)
+
+
+def test_only_those_who_left_last_say_how_fast_it_is_now():
+    rate = drained(10.0, 30.0)
+    for i in range(256):
+        rate.left(0.0, 1030.0 + (i + 1) / 100.0, is_empty=False)
+    assert rate.wait_s(100, 1033.0) == pytest.approx(1.0, rel=0.05)
 
 
 def test_a_queue_from_which_nobody_was_seen_to_go_is_not_to_be_asked_again_soon():
     assert DrainRate().retry_after_s(1, 5.0) == 60.0
     stuck = drained(50.0, 100.0)
     assert stuck.retry_after_s(100, 1100.0) == pytest.approx(2.0, rel=0.05)
-    assert stuck.retry_after_s(100, 1115.0) == pytest.approx(4.0, rel=0.05)
     assert stuck.retry_after_s(100, 1131.0) == 60.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from mmserve.__main__ import main
 from mmserve.cli.banner import example
 from mmserve.cli.settings import add_settings, read_settings
-from mmserve.config import Config, ConfigError, ServerConfig, flags
+from mmserve.config import Config, ConfigError, ServerConfig, flags, max_queue_wait_s
 
 
 def settings(*words: str, environ: dict[str, str] | None = None) -> Config:
@@ -114,3 +115,9 @@ def test_the_curl_of_the_banner_never_shows_the_key() -> None:
     text = example("http://127.0.0.1:8000", Config(server=ServerConfig(api_key="secret")))
     assert "Authorization: Bearer YOUR_KEY" in text
     assert "secret" not in text
+
+
+def test_how_long_a_first_step_may_be_waited_for_depends_on_the_device_unless_it_is_said() -> None:
+    assert max_queue_wait_s(None, "cpu") == math.inf
+    assert max_queue_wait_s(None, "cuda") == max_queue_wait_s(None, "sim:a100") == 0.3
+    assert max_queue_wait_s(settings("--max-queue-wait-s", "2").scheduler.max_queue_wait_s, "cpu") == 2.0

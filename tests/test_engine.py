@@ -108,7 +108,7 @@ async def settled(engine: AsyncEngine) -> None:
     await engine._media.cache.flush()
     replicas = [replica for group in engine._groups.values() for replica in group._replicas]
     async with asyncio.timeout(60):
-        while engine._media.cache.num_pinned or any(replica.scheduler._step or replica.kv.usage for replica in replicas):
+        while engine._media.cache.num_pinned or any(replica.scheduler.num_in_flight or replica.kv.usage for replica in replicas):
             await asyncio.sleep(0.01)
     check_idle(engine)
 

@@ -30,8 +30,7 @@ def written(kv: KVCacheManager, num_tokens: int, *, first: int = 0) -> BlockTabl
     """A table of that many tokens, allocated, computed in one step and published."""
     table, hashes = BlockTable(), hashes_of(num_tokens, first)
     kv.allocate(table, hashes, num_tokens)
-    kv.begin_step(0)
-    kv.end_step(0)
+    kv.take_copies()
     kv.publish(table, hashes, num_tokens)
     return table
 
@@ -173,8 +172,7 @@ def test_whole_blocks_are_shared_by_reference_and_survive_their_first_owner(bloc
     assert kv.allocate(second, hashes_of(3 * block_size + 1), 3 * block_size + 1) == 3 * block_size
     assert second.block_ids[:3] == first.block_ids[:3]
     assert second.block_ids[3] != first.block_ids[3]
-    assert kv.begin_step(1) == ()
-    kv.end_step(1)
+    assert kv.take_copies() == ()
     kv.check([first, second])
     kv.release(first)
     kv.check([second])
@@ -190,7 +188,7 @@ def test_the_last_token_is_never_taken_from_the_cache(block_size: int):
     written(kv, 2 * block_size)
     again = BlockTable()
     assert kv.allocate(again, hashes_of(2 * block_size), 2 * block_size) == 2 * block_size - 1
-    (copy,) = kv.begin_step(1)
+    (copy,) = kv.take_copies()
     assert copy == BlockCopy(source=1, target=again.block_ids[1], num_tokens=block_size - 1)
     assert again.block_ids[0] == 0
 
@@ -201,14 +199,14 @@ def test_a_partly_matching_tail_is_copied_into_a_fresh_block():
     hashes = hashes_of(256 + 64) + names("xyz")
     second = BlockTable()
     assert kv.allocate(second, hashes, 256 + 120) == 256 + 64
-    assert kv.begin_step(1) == (BlockCopy(source=first.block_ids[1], target=second.block_ids[1], num_tokens=64),)
+    assert kv.take_copies() == (BlockCopy(source=first.block_ids[1], target=second.block_ids[1], num_tokens=64),)
     assert second.block_ids[0] == first.block_ids[0]
     assert second.block_ids[1] not in first.block_ids
-    kv.end_step(1)
     kv.check([first, second])
 
 
-def test_the_source_of_a_copy_cannot_be_evicted_before_the_step_has_landed():
+def test_the_source_of_a_copy_cannot_be_evicted_before_the_step_is_sent():
+    """From then on it can: whoever gets the block writes to it in a later step."""
     kv = KVCacheManager(3, 256)
     source = written(kv, 100)
     (source_id,) = source.block_ids
@@ -216,13 +214,12 @@ def test_the_source_of_a_copy_cannot_be_evicted_before_the_step_has_landed():
     table = BlockTable()
     kv.allocate(table, hashes_of(96) + names("x"), 120)
     assert kv.num_available == 1
-    (copy,) = kv.begin_step(1)
-    assert copy.source == source_id
     kv.grow(table, 2 * 256)
     assert source_id not in table.block_ids
     with pytest.raises(OutOfBlocks):
         kv.grow(table, 2 * 256 + 1)
-    kv.end_step(1)
+    (copy,) = kv.take_copies()
+    assert copy.source == source_id
     kv.grow(table, 2 * 256 + 1)
     assert table.block_ids[2] == source_id
     kv.check([table])
@@ -234,8 +231,7 @@ def test_a_tail_is_computed_again_where_its_copy_would_be_the_one_block_too_many
     table = BlockTable()
     assert kv.match(hashes_of(256 + 96), 2 * 256) == 256
     assert kv.allocate(table, hashes_of(256 + 96), 2 * 256) == 256
-    assert kv.begin_step(1) == ()
-    kv.end_step(1)
+    assert kv.take_copies() == ()
     kv.check([table])
 
 
@@ -298,44 +294,13 @@ def test_a_chain_used_again_outlives_one_that_was_not(block_size: int):
     assert kv.match(hashes_of(block_size + 1, first=5000), block_size + 1) == 0
 
 
-@BLOCK_SIZES
-def test_blocks_released_while_a_step_is_in_flight_come_back_when_it_lands(block_size: int):
-    kv = KVCacheManager(2, block_size)
-    table = BlockTable()
-    kv.allocate(table, [], 2 * block_size)
-    kv.begin_step(7)
-    kv.release(table)
-    assert list(table.block_ids) == []
-    assert kv.num_available == 0
-    kv.check([table])
-    with pytest.raises(OutOfBlocks):
-        kv.grow(BlockTable(), 1)
-    kv.end_step(7)
-    assert kv.num_available == 2
-    kv.check([])
-
-
-def test_blocks_released_with_two_steps_in_flight_wait_for_the_later_one():
-    kv = KVCacheManager(1, 16)
-    table = BlockTable()
-    kv.allocate(table, [], 1)
-    kv.begin_step(1)
-    kv.begin_step(2)
-    kv.release(table)
-    kv.end_step(1)
-    assert kv.num_available == 0
-    kv.end_step(2)
-    assert kv.num_available == 1
-
-
 def test_a_copy_that_was_never_sent_goes_with_its_table():
     kv = KVCacheManager(4, 256)
     kv.release(written(kv, 100))
     table = BlockTable()
     kv.allocate(table, hashes_of(96), 120)
     kv.release(table)
-    assert kv.begin_step(1) == ()
-    kv.end_step(1)
+    assert kv.take_copies() == ()
     assert kv.num_available == 4
     kv.check([])
 
@@ -346,8 +311,7 @@ def test_withdrawn_blocks_are_found_by_nobody_and_stay_with_those_who_have_them(
     table = written(kv, 2 * block_size)
     other = BlockTable()
     kv.allocate(other, hashes_of(2 * block_size), 2 * block_size + 1)
-    kv.begin_step(1)
-    kv.end_step(1)
+    kv.take_copies()
     kv.withdraw(table)
     assert kv.match(hashes_of(2 * block_size), 2 * block_size) == 0
     kv.check([table, other])

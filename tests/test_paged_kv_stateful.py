@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from array import array
+from collections import deque
+from dataclasses import dataclass, field
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -12,12 +14,20 @@ from kv_world import PLACEHOLDER, contents_of, media_key, parts_of
 from mmserve.errors import OutOfBlocks
 from mmserve.media import MediaKind, MediaSpan
 from mmserve.paged_kv.kv_cache_manager import KVCacheManager
+from mmserve.plan import BlockCopy
 from mmserve.request import SamplingParams
 from mmserve.scheduler.sequence import Sequence
 
 
+@dataclass
+class Step:
+    copies: tuple[BlockCopy, ...]
+    writes: dict[int, bytes] = field(default_factory=dict)  # by slot, whoever is released meanwhile
+    rows: list[tuple[Sequence, int]] = field(default_factory=list)  # sequence, and how far it computes it
+
+
 class KVMachine(RuleBasedStateMachine):
-    """Sequences whose content differs in one text token, one picture or one salt; a step is begun, written and landed by separate rules."""
+    """Sequences whose content differs in one text token, one picture or one salt; up to two steps are sent before the first is run."""
 
     block_size = 16
     sequences = Bundle("sequences")
@@ -27,9 +37,7 @@ class KVMachine(RuleBasedStateMachine):
         self.kv = KVCacheManager(num_blocks, self.block_size)
         self.slots: list[bytes] = [b"?"] * (num_blocks * self.block_size)
         self.live: list[Sequence] = []
-        self.in_flight: list[tuple[Sequence, int]] | None = None  # sequence and how far the step computes it
-        self.writes: dict[int, bytes] = {}  # what the step in flight writes where, whoever is released meanwhile
-        self.step_id = 0
+        self.in_flight: deque[Step] = deque()
 
     @rule(
         target=sequences,
@@ -54,7 +62,7 @@ class KVMachine(RuleBasedStateMachine):
         before = self.kv.num_available
         expected = self.kv.match(each.extend_hashes(), length)
         try:
-            each.num_computed = self.kv.allocate(each.block_table, each.block_hashes, length, headroom=headroom)
+            each.num_computed = each.num_scheduled = self.kv.allocate(each.block_table, each.block_hashes, length, headroom=headroom)
         except OutOfBlocks:
             assert self.kv.num_available == before
             assert not each.block_table.block_ids
@@ -65,39 +73,37 @@ class KVMachine(RuleBasedStateMachine):
         self.live.append(each)
         return each
 
-    @precondition(lambda self: self.in_flight is None)
+    @precondition(lambda self: len(self.in_flight) < 2)
     @rule(data=st.data())
-    def begin_step(self, data: st.DataObject) -> None:
-        self.step_id += 1
-        self.in_flight = []
-        copies = self.kv.begin_step(self.step_id)
-        size = self.block_size
-        read = {copy.source: self.slots[copy.source * size : (copy.source + 1) * size] for copy in copies}
-        for copy in copies:
-            self.slots[copy.target * size : copy.target * size + copy.num_tokens] = read[copy.source][: copy.num_tokens]
-        assert read.keys().isdisjoint(copy.target for copy in copies)
+    def send_step(self, data: st.DataObject) -> None:
+        copies = self.kv.take_copies()
+        assert {copy.source for copy in copies}.isdisjoint(copy.target for copy in copies)
+        step = Step(copies)
         for each in self.live:
-            stop = data.draw(st.integers(each.num_computed, each.num_tokens))
-            if stop > each.num_computed:
-                self.in_flight.append((each, stop))
-                names = contents_of(parts_of(each))
-                for position in range(each.num_computed, stop):
-                    assert self.slot(each, position) not in self.writes
-                    self.writes[self.slot(each, position)] = names[position]
+            stop = data.draw(st.integers(each.num_scheduled, each.num_tokens))
+            names = contents_of(parts_of(each))
+            for position in range(each.num_scheduled, stop):
+                assert self.slot(each, position) not in step.writes
+                step.writes[self.slot(each, position)] = names[position]
+            if stop > each.num_scheduled:
+                step.rows.append((each, stop))
+                each.num_scheduled = stop
+        self.in_flight.append(step)
 
-    @precondition(lambda self: self.in_flight is not None)
+    @precondition(lambda self: bool(self.in_flight))
     @rule()
-    def land_step(self) -> None:
-        assert self.in_flight is not None
-        for slot, name in self.writes.items():
+    def run_and_land_step(self) -> None:
+        """Steps are run in the order in which they were sent, whoever owns by now what they write to."""
+        step, size = self.in_flight.popleft(), self.block_size
+        read = {copy.source: self.slots[copy.source * size : (copy.source + 1) * size] for copy in step.copies}
+        for copy in step.copies:
+            self.slots[copy.target * size : copy.target * size + copy.num_tokens] = read[copy.source][: copy.num_tokens]
+        for slot, name in step.writes.items():
             self.slots[slot] = name
-        self.writes = {}
-        self.kv.end_step(self.step_id)
-        for each, stop in self.in_flight:
+        for each, stop in step.rows:
             if each in self.live:
                 each.num_computed = stop
                 self.kv.publish(each.block_table, each.extend_hashes(), stop)
-        self.in_flight = None
 
     @rule(each=sequences, num_more=st.integers(1, 40), token_id=st.sampled_from([5, 6]))
     def grow(self, each: Sequence, num_more: int, token_id: int) -> None:
@@ -133,11 +139,12 @@ class KVMachine(RuleBasedStateMachine):
 
     @invariant()
     def whatever_counts_as_computed_is_there(self) -> None:
-        """But for a tail whose copy is owed to the next step: one that was attached beside a step in flight was once missed in it."""
+        """But for a tail whose copy is not made yet: one that was attached beside a step in flight was once missed in it."""
         if not hasattr(self, "kv"):
             return
+        owed = {*self.kv._copies, *(copy.target for step in self.in_flight for copy in step.copies)}
         for each in self.live:
-            if not self.kv._copies.keys().isdisjoint(each.block_table.block_ids):
+            if not owed.isdisjoint(each.block_table.block_ids):
                 continue
             expected = contents_of(parts_of(each)[: each.num_computed])
             assert [self.slots[self.slot(each, position)] for position in range(each.num_computed)] == expected
@@ -146,8 +153,6 @@ class KVMachine(RuleBasedStateMachine):
         if hasattr(self, "kv"):
             for each in self.live:
                 self.kv.release(each.block_table)
-            if self.in_flight is not None:
-                self.kv.end_step(self.step_id)
             self.kv.check([])
             assert self.kv.num_available == self.kv.num_blocks
 

@@ -34,7 +34,7 @@ def sequence(num_tokens: int, *spans: MediaSpan) -> Sequence:
 
 
 def planned(*rows: Row) -> np.ndarray:
-    return build_plan(1, rows, 16, (), lambda key: BufferSlice(0, (64, 4), "float32")).positions
+    return build_plan(1, rows, (), 16, (), lambda key: BufferSlice(0, (64, 4), "float32")).positions
 
 
 def slow_positions(spans: list[MediaSpan], num_tokens: int) -> list[list[int]]:

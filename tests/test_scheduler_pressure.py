@@ -206,7 +206,7 @@ def test_who_begins_counts_once_for_how_fast_the_queue_drains():
     desk.now_s = 10.0
     desk.run()
     assert desk.scheduler.num_preemptions > 0
-    assert desk.records.drain.per_s(12.0) == 1.0
+    assert len(desk.records.drain._recent) == 2
 
 
 def test_what_is_pending_is_the_time_everybody_still_needs():

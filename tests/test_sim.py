@@ -41,6 +41,7 @@ def plan(*rows: tuple[int, int], seed: int = 5, last_id: int = 7) -> StepPlan:
         block_tables=np.zeros((len(rows), 1), np.int32),
         wants_token=np.array([how is not None for how in sampling]),
         sampling=sampling,
+        sampled_by=np.full(len(rows), -1, np.int32),
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mmserve.scheduler.admission import QueueLimits
 from mmserve.scheduler.scheduler import SchedulerLimits
 from mmserve.sim.hardware import A100
 from mmserve.sim.virtual_time import run_in_virtual_time
@@ -19,7 +20,7 @@ from scripts.simulation.traffic import BLEND, POOL_SIZE, Request, Traffic, gener
 
 def run(topology: str, requests: list[Request], *, max_num_queued: int = 512) -> Box:
     async def main() -> Box:
-        box = Box(TOPOLOGIES[topology], A100, SchedulerLimits(8192, 128, 1024, 35.0), max_num_queued=max_num_queued, large_share=0.15)
+        box = Box(TOPOLOGIES[topology], A100, SchedulerLimits(8192, 128, 1024, 35.0), QueueLimits(max_num_queued), large_share=0.15)
         await box.run(requests)
         return box
 

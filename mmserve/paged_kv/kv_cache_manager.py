@@ -1,7 +1,10 @@
 """Block tables of sequences: shared prefixes, growth, publication and release.  One manager per worker life.
 
 Whole blocks are shared by reference.  A prefix that ends inside a block is copied into a fresh one, as the first thing the next step
-does, because the rest of that block will be written.  What a step in flight may still read or write is held back until it lands.
+does, because the rest of that block will be written.
+
+A block that is given up may be given away at once, also while a step in flight still reads or writes it: a worker runs its steps in
+order, so whatever the next owner writes comes later.  Only what is published must have landed.
 """
 
 from __future__ import annotations
@@ -50,7 +53,6 @@ class KVCacheManager:
         self._allocator = BlockAllocator(num_blocks)
         self._cache = PrefixCache(block_size // HASH_STRIDE)
         self._copies: dict[int, BlockCopy] = {}  # by target; for the next step
-        self._held_back: dict[int, list[int]] = {}  # step in flight -> blocks to release when it lands
 
     @property
     def num_available(self) -> int:
@@ -121,9 +123,6 @@ class KVCacheManager:
         table.num_published = 0
         if self._copies:
             self._drop_copies(block_ids)
-        if self._held_back:
-            self._held_back[next(reversed(self._held_back))].extend(block_ids)
-            return
         for block_id in block_ids:
             self._release_block(block_id)
 
@@ -134,27 +133,21 @@ class KVCacheManager:
                 self._cache.forget(block_id)
                 self._allocator.release(block_id)
 
-    def begin_step(self, step_id: int) -> tuple[BlockCopy, ...]:
-        """A step is about to be sent: return the copies it must make first.  Blocks released from here on wait for its landing."""
+    def take_copies(self) -> tuple[BlockCopy, ...]:
+        """The copies that the step about to be sent must make before anything else."""
         copies = tuple(self._copies.values())
         self._copies.clear()
-        self._held_back[step_id] = [copy.source for copy in copies]
+        for copy in copies:
+            self._release_block(copy.source)
         return copies
 
-    def end_step(self, step_id: int) -> None:
-        """The step has landed or failed: it touches nothing any more."""
-        for block_id in self._held_back.pop(step_id):
-            self._release_block(block_id)
-
     def check(self, tables: Iterable[BlockTable]) -> None:
-        """Every reference is accounted for by `tables`, copies, steps in flight and the cache: none lost, none double."""
+        """Every reference is accounted for by `tables`, copies and the cache: none lost, none double."""
         num_refs: Counter[int] = Counter()
         for table in tables:
             assert len(set(table.block_ids)) == len(table.block_ids), f"a block twice in {table.block_ids}"
             num_refs.update(table.block_ids)
         num_refs.update(copy.source for copy in self._copies.values())
-        for block_ids in self._held_back.values():
-            num_refs.update(block_ids)
         cached = self._cache.block_ids
         self._cache.check({block_id for block_id in cached if block_id not in num_refs})
         num_refs.update(cached)
@@ -168,7 +161,7 @@ class KVCacheManager:
         num_fresh = self.num_blocks_for(num_tokens) - num_whole
         num_revived = sum(map(self._cache.is_idle, whole))
         if source is not None and self._cache.is_idle(source):
-            # The source lives beside its copy until the step has landed.  If that one block is what is missing, compute the tail again.
+            # The source lives beside its copy until the step is sent.  If that one block is what is missing, compute the tail again.
             if num_fresh + num_revived == self.num_available:
                 source, num_tail = None, 0
             else:

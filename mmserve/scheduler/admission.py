@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 from mmserve.errors import BadRequest, ContextLengthExceeded, Overloaded, TooLarge
+from mmserve.scheduler.records import Records
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLimits:
+    """How many may wait for a first step, and for how long, as far as can be foreseen."""
+
+    max_num_queued: int
+    max_wait_s: float = math.inf
 
 
 class Admission:
     """The door of one decoder whose KV cache has `num_blocks` blocks."""
 
-    def __init__(self, max_model_len: int, num_blocks: int, block_size: int, max_num_queued: int) -> None:
+    def __init__(self, max_model_len: int, num_blocks: int, block_size: int, queue: QueueLimits, records: Records) -> None:
         self._max_model_len = max_model_len
         self._capacity = num_blocks * block_size  # tokens
-        self._max_num_queued = max_num_queued
+        self._queue = queue
+        self._records = records
 
-    def check(self, num_prompt: int, max_tokens: int | None, num_sequences: int, num_queued: int, retry_after_s: float) -> int:
+    def check(self, num_prompt: int, max_tokens: int | None, num_sequences: int, tenant: str, num_queued: int, now_s: float) -> int:
         """How long each of `num_sequences` may become, prompt and answer together, given `num_queued` sequences wait already.
 
-        Raises ContextLengthExceeded, TooLarge (it would not fit even alone) or Overloaded, to come back after `retry_after_s`.  Without
-        `max_tokens` an answer may be as long as there is room for, but a prompt must leave room for one token.
+        Raises ContextLengthExceeded, TooLarge (it would not fit even alone) or Overloaded, to come back when the queue has drained.
+        Without `max_tokens` an answer may be as long as there is room for, but a prompt must leave room for one token.
         """
         if num_prompt < 1:
             raise BadRequest("the prompt is empty", param="messages")
@@ -35,7 +48,16 @@ class Admission:
                 f"({num_prompt} in the prompt, {num_answer} for the answer)",
                 param="messages" if num_prompt >= self._capacity else "max_tokens",
             )
-        if num_queued + num_sequences > self._max_num_queued:
-            waiting = f"{num_queued} of at most {self._max_num_queued} sequences are waiting"
-            raise Overloaded(waiting, retry_after_s=retry_after_s)
+        self._check_queue(num_sequences, tenant, num_queued, now_s)
         return min(self._max_model_len, self._capacity) if max_tokens is None else num_tokens
+
+    def _check_queue(self, num_sequences: int, tenant: str, num_queued: int, now_s: float) -> None:
+        limits, drain = self._queue, self._records.drain
+        wait_s = drain.wait_s(num_queued, now_s, self._records.usage.setback_s(tenant))
+        if num_queued + num_sequences > limits.max_num_queued:
+            waiting = f"{num_queued} of at most {limits.max_num_queued} sequences are waiting"
+        elif wait_s > limits.max_wait_s:
+            waiting = f"{num_queued} sequences are waiting: it would take {wait_s:.1f} s to begin, {limits.max_wait_s:g} s are the limit"
+        else:
+            return
+        raise Overloaded(waiting, retry_after_s=drain.retry_after_s(num_queued, now_s))

@@ -44,8 +44,12 @@ class TenantUsage:
         self._raise_least()
 
     def excess_ms(self, tenant: str) -> float:
-        """How much more a tenant who is here has used than the one who used least."""
-        return self._used_ms[tenant] - self._least_ms
+        """How much more a tenant has used than the one of those here who used least."""
+        return self._used_ms.get(tenant, self._least_ms) - self._least_ms
+
+    def setback_s(self, tenant: str) -> float:
+        """By how much later the requests of others may come and yet go first."""
+        return self.excess_ms(tenant) / USED_MS_PER_S
 
     def _raise_least(self) -> None:
         if not self._num_sequences:
@@ -81,5 +85,5 @@ class FairQueue:
 
     def only(self, wanted: Callable[[Sequence], bool] | None) -> Iterator[Sequence]:
         """The same, without those who are not `wanted`: they need not be put in order."""
-        delayed = [queue.delayed(self._usage.excess_ms(tenant) / USED_MS_PER_S, wanted) for tenant, queue in self._queues.items()]
+        delayed = [queue.delayed(self._usage.setback_s(tenant), wanted) for tenant, queue in self._queues.items()]
         return (sequence for _, sequence in merge(*delayed))

@@ -25,19 +25,29 @@ class Row(NamedTuple):
     sequence: Sequence
     start: int
     stop: int
+    epoch: int = 0  # of the sequence, when the step was planned
 
 
-def build_plan(step_id: int, rows: Rows[Row], block_size: int, copies: tuple[BlockCopy, ...], rows_of: RowsOf) -> StepPlan:
-    """Everything one forward pass over `rows` needs.  Rows of media within them must be there."""
+def build_plan(
+    step_id: int, rows: Rows[Row], before: Rows[Row], block_size: int, copies: tuple[BlockCopy, ...], rows_of: RowsOf
+) -> StepPlan:
+    """Everything one forward pass over `rows` needs.  Rows of media within them must be there.
+
+    `before` are the rows of the step that runs just before it, if that hasn't landed yet.
+    """
     token_ids, positions, slots = array("i"), array("i"), array("i")
     query_starts, context_lens = array("i", [0]), array("i")
     media: list[MediaSlice] = []
+    index_before = {row.sequence.seq_id: index for index, row in enumerate(before)}
+    sampled_by = array("i")
     sampling: list[RowSampling | None] = []
     among_pictures: list[tuple[int, np.ndarray]] = []  # token of the plan, and positions int32 [3, n] from there on
-    for sequence, start, stop in rows:
+    for sequence, start, stop, _ in rows:
         block_ids = sequence.block_table.block_ids
+        is_unknown = start == len(sequence.token_ids)  # a step in flight samples it
+        sampled_by.append(index_before[sequence.seq_id] if is_unknown else -1)
         if stop == start + 1 and start >= sequence.media_stop:
-            token_ids.append(sequence.token_ids[start])
+            token_ids.append(0 if is_unknown else sequence.token_ids[start])
             positions.append(start + sequence.position_shift)
             slots.append(block_ids[start // block_size] * block_size + start % block_size)
         else:
@@ -51,7 +61,7 @@ def build_plan(step_id: int, rows: Rows[Row], block_size: int, copies: tuple[Blo
             _add_slots(slots, block_ids, start, stop, block_size)
         query_starts.append(len(token_ids))
         context_lens.append(stop)
-        sampling.append(_row_sampling(sequence) if stop == len(sequence.token_ids) else None)
+        sampling.append(_row_sampling(sequence, stop) if stop >= len(sequence.token_ids) else None)
     return StepPlan(
         step_id=step_id,
         seq_ids=tuple([row.sequence.seq_id for row in rows]),
@@ -63,6 +73,7 @@ def build_plan(step_id: int, rows: Rows[Row], block_size: int, copies: tuple[Blo
         block_tables=_block_tables(rows, block_size),
         wants_token=np.array([row is not None for row in sampling], np.bool_),
         sampling=tuple(sampling),
+        sampled_by=_int32(sampled_by),
         copies=copies,
         media=tuple(media),
     )
@@ -127,25 +138,25 @@ def _block_tables(rows: Rows[Row], block_size: int) -> np.ndarray:
     return _int32(tables).reshape(len(rows), width)
 
 
-def _row_sampling(sequence: Sequence) -> RowSampling:
-    """How to draw the token that follows the sequence's last one."""
+def _row_sampling(sequence: Sequence, position: int) -> RowSampling:
+    """How to draw the token at `position`, which follows the last one that is there or in flight."""
     kept = sequence.row_sampling
     if kept is not None:
         if kept.temperature == 0:
             return kept
-        return RowSampling._make((*kept[:_POSITION], len(sequence.token_ids), *kept[_POSITION + 1 :]))  # `_replace`, but faster
+        return RowSampling._make((*kept[:_POSITION], position, *kept[_POSITION + 1 :]))  # `_replace`, but faster
     params = sequence.sampling
     ids = np.array(sequence.token_ids, np.int32)
     repeats = params.repetition_penalty != 1
     penalized = repeats or params.presence_penalty != 0 or params.frequency_penalty != 0
-    banned = sequence.num_output < params.min_tokens
+    banned = position - sequence.num_prompt < params.min_tokens
     sampling = RowSampling(
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=params.top_k,
         min_p=params.min_p,
         seed=sequence.seed,
-        position=len(sequence.token_ids),
+        position=position,
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
         repetition_penalty=params.repetition_penalty,

@@ -2,12 +2,15 @@
 
 There are no phases.  A sequence has `num_computed` and `num_tokens`, and every step hands out tokens until the first reaches the
 second: a prompt, a chunk of one, the next token, a resumption after preemption or after a dead worker are all the same thing.
+
+The next step may be planned while one is in flight.  A sequence that the latter brings up to date gets a row for the token that it
+samples, whichever it will be.  What a step in flight computes for somebody who meanwhile ended, made room or failed is told by its epoch.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -15,9 +18,9 @@ from mmserve.errors import NumericalError, OutOfBlocks, Overloaded
 from mmserve.media import MediaSpan
 from mmserve.paged_kv.block_hash import HASH_STRIDE
 from mmserve.paged_kv.kv_cache_manager import BlockTable, KVCacheManager
-from mmserve.plan import SampledToken, StepFailed, StepPlan, StepResult
+from mmserve.plan import OUT_OF_MEMORY, SampledToken, StepFailed, StepPlan, StepResult
 from mmserve.request import FinishReason
-from mmserve.scheduler.cost_model import shape_of
+from mmserve.scheduler.cost_model import StepShape, shape_of
 from mmserve.scheduler.fairness import FairQueue
 from mmserve.scheduler.kv_reserve import KVReserve
 from mmserve.scheduler.plan_builder import Row, build_plan
@@ -25,6 +28,8 @@ from mmserve.scheduler.policy import SequenceQueue, running_key, waiting_key
 from mmserve.scheduler.records import Records
 from mmserve.scheduler.sequence import RowsOf, Sequence, Status
 from mmserve.scheduler.step_budget import PrefillRoom, StepBudget
+
+MAX_STEPS_IN_FLIGHT = 2  # one that runs, and the one that a worker takes up without waiting for us
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +52,24 @@ class TokenUpdate:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """The step in flight."""
+    """A step in flight."""
 
     step_id: int
     rows: tuple[Row, ...]
+    shape: StepShape
     copied: frozenset[int]  # seq_ids whose blocks the step's copies were to fill
+
+    def live_rows(self) -> list[Row]:
+        """Of those who are still where they were when it was planned."""
+        return [row for row in self.rows if row.sequence.epoch == row.epoch]
 
 
 class Scheduler:
-    """Decides what each step computes, and what its result means.  `schedule`, send the plan, `apply` the result, again."""
+    """Decides what each step computes, and what its result means.
+
+    `schedule` and send the plan, `apply` the result, again; at most MAX_STEPS_IN_FLIGHT are sent and not yet applied.  A worker runs
+    them in order and answers each by a result or a failure.
+    """
 
     def __init__(self, limits: SchedulerLimits, kv: KVCacheManager, rows_of: RowsOf, records: Records | None = None) -> None:
         self.kv = kv
@@ -78,7 +92,7 @@ class Scheduler:
         self._running = SequenceQueue()
         self._pending_ms: float | None = None  # None: to be summed up again
         self._num_steps = 0
-        self._step: _Step | None = None
+        self._steps: deque[_Step] = deque()  # in flight, oldest first
 
     @property
     def num_running(self) -> int:
@@ -95,6 +109,15 @@ class Scheduler:
             costs, sequences = self._costs, self._sequences.values()
             self._pending_ms = sum(costs.row_ms(sequence.num_computed, len(sequence.token_ids)) for sequence in sequences)
         return self._pending_ms
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._steps)
+
+    @property
+    def expected_s(self) -> float:
+        """How long the step that was planned last should take."""
+        return self._costs.step_ms(self._steps[-1].shape) / 1e3
 
     @property
     def kv_usage(self) -> float:
@@ -114,7 +137,7 @@ class Scheduler:
         self._enqueue(sequence)
 
     def abort(self, seq_id: int) -> None:
-        """The client left.  Blocks are free at once, or when the step in flight lands; an unknown id is ignored."""
+        """The client left.  Blocks are free at once; an unknown id is ignored."""
         self.finish(seq_id, FinishReason.CANCELLED)
 
     def finish(self, seq_id: int, reason: FinishReason) -> None:
@@ -125,7 +148,7 @@ class Scheduler:
 
     def schedule(self, now_s: float) -> StepPlan | None:
         """The next step, or None if there is nothing that can be computed now."""
-        assert self._step is None, "one step at a time"
+        assert len(self._steps) < MAX_STEPS_IN_FLIGHT
         self._pending_ms = None
         rows: list[Row] = []
         room = self._schedule_running(rows)
@@ -142,9 +165,9 @@ class Scheduler:
         self._account(step, result.seconds)
         failed = frozenset(result.failed_rows)
         updates: list[TokenUpdate] = []
-        for index, ((sequence, start, stop), token) in enumerate(zip(step.rows, result.tokens, strict=True)):
-            if sequence.status is not Status.RUNNING:
-                continue  # aborted meanwhile
+        for index, ((sequence, start, stop, epoch), token) in enumerate(zip(step.rows, result.tokens, strict=True)):
+            if sequence.epoch != epoch:
+                continue  # it ended or made room meanwhile
             assert sequence.num_computed == start, f"sequence {sequence.seq_id} moved from {start} to {sequence.num_computed}"
             wants_token = stop == len(sequence.token_ids)
             if index in failed or (wants_token and token is None):
@@ -154,6 +177,7 @@ class Scheduler:
             sequence.num_computed = stop
             reason = None
             if wants_token and token is not None:
+                sequence.num_ahead -= 1
                 if sequence.first_token_s is None:
                     sequence.first_token_s = now_s
                 reason = sequence.append(token.token_id)
@@ -169,11 +193,15 @@ class Scheduler:
         step = self._land(failure.step_id)
         if step is None:
             return []
-        self._reserve.tighten()
-        rows = [row for row in step.rows if row.sequence.status is Status.RUNNING]
+        rows = step.live_rows()
         for row in rows:
             if row.sequence.seq_id in step.copied:
                 self._requeue(row.sequence)  # what it shares was to be copied by this step
+            else:
+                row.sequence.rewind()
+        if failure.reason != OUT_OF_MEMORY:
+            return []  # it built on one that failed before, and was not tried
+        self._reserve.tighten()
         num_tokens = sum(row.stop - row.start for row in step.rows)
         if not self._budget.shrink(num_tokens, len(step.rows)):
             return [self._fail(row.sequence, Overloaded.code) for row in rows]
@@ -183,9 +211,8 @@ class Scheduler:
 
     def evacuate(self) -> list[Sequence]:
         """The worker is gone, and every byte of KV with it.  Hands over all sequences as if they had never been computed, tokens kept."""
-        aboard = {row.sequence.seq_id for row in self._step.rows} if self._step is not None else set()
-        if self._step is not None:
-            self._land(self._step.step_id)
+        aboard = {row.sequence.seq_id for step in self._steps for row in step.rows}
+        self._steps.clear()
         orphans = sorted(self._sequences.values(), key=running_key)
         for sequence in orphans:
             sequence.num_worker_deaths += sequence.seq_id in aboard
@@ -200,8 +227,8 @@ class Scheduler:
         """Spans that are needed and whose rows are not there, most urgent first.  What a prefix hit covers is not needed."""
         wanted: list[tuple[Sequence, MediaSpan]] = []
         for sequence in self._running:
-            if sequence.num_computed < sequence.media_stop:
-                wanted += self._wanted_by(sequence, sequence.num_computed)
+            if sequence.num_scheduled < sequence.media_stop:
+                wanted += self._wanted_by(sequence, sequence.num_scheduled)
         for sequence in self._waiting.only(lambda each: bool(each.spans)):
             missing = self._first_missing(sequence)
             if missing is not None:
@@ -222,11 +249,12 @@ class Scheduler:
         for sequence in self._running:
             assert sequence.status is Status.RUNNING
             assert sequence.num_computed < sequence.num_tokens
+            assert sequence.num_computed <= sequence.num_scheduled < sequence.num_expected
             held = len(sequence.block_table.block_ids)
             assert held >= self.kv.num_blocks_for(sequence.num_computed), f"sequence {sequence.seq_id} computed beyond its {held} blocks"
         for sequence in self._waiting:
             assert sequence.status is Status.WAITING
-            assert sequence.num_computed == 0
+            assert sequence.num_computed == sequence.num_scheduled == sequence.num_ahead == 0
             assert not sequence.block_table.block_ids
         self.kv.check(self._tables())
 
@@ -237,11 +265,13 @@ class Scheduler:
         while index < len(self._running) and len(rows) < self._budget.num_tokens:  # preemption shortens the queue from its end
             sequence = self._running[index]
             index += 1
-            start = sequence.num_computed
-            if start + 1 < len(sequence.token_ids) or start < sequence.media_stop:
+            start = sequence.num_scheduled
+            if start + 1 < sequence.num_expected or start < sequence.media_stop:
                 catching_up.append(sequence)
+            elif sequence.num_ahead and sequence.is_full(sequence.num_expected):
+                continue  # it ends with the token in flight
             elif self._grow(sequence):
-                rows.append(Row(sequence, start, start + 1))
+                rows.append(Row(sequence, start, start + 1, sequence.epoch))
         room = self._room_beside(rows)
         for sequence in catching_up:
             self._add_row(rows, room, sequence)
@@ -249,16 +279,16 @@ class Scheduler:
 
     def _room_beside(self, decodes: list[Row]) -> PrefillRoom:
         """What a step may hold besides these single-token rows.  Where nobody waits for the next token, a step may take its time."""
-        decode_ms = self._costs.step_ms(shape_of((start, stop) for _, start, stop in decodes))
+        decode_ms = self._costs.step_ms(shape_of((row.start, row.stop) for row in decodes))
         ms = self._tpot_target_ms - decode_ms if decodes else math.inf
         return PrefillRoom(self._costs, self._budget.num_tokens - len(decodes), ms)
 
     def _add_row(self, rows: list[Row], room: PrefillRoom, sequence: Sequence) -> None:
         """As much of the sequence as can be computed in this step, if anything."""
-        start = sequence.num_computed
+        start = sequence.num_scheduled
         stop = self._stop_of_range(sequence, room.num_tokens_at(start))
         if stop > start:
-            rows.append(Row(sequence, start, stop))
+            rows.append(Row(sequence, start, stop, sequence.epoch))
             room.take(start, stop)
 
     def _schedule_waiting(self, rows: list[Row], room: PrefillRoom, now_s: float) -> None:
@@ -266,22 +296,24 @@ class Scheduler:
         if not self._waiting or not self._has_place(room):
             return
         under_way = {self._uncached_stride(sequence, sequence.num_computed) for sequence in self._running}
-        num_stalled = sum(sequence.missing_span(sequence.num_computed, self._rows_of) is not None for sequence in self._running)
-        growth = self._reserve.num_growth_blocks(self._running) if rows else 0
+        num_stalled = sum(sequence.missing_span(sequence.num_scheduled, self._rows_of) is not None for sequence in self._running)
+        is_idle = not rows and not self._steps
+        growth = self._reserve.num_growth_blocks(self._running)
         for sequence in self._waiting:
             if not self._has_place(room):
                 return
             missing = self._first_missing(sequence)
             if self._must_wait(sequence, missing, num_stalled, under_way):
                 continue
-            if self._admit(sequence, self._headroom(sequence, growth) if rows else 0, now_s):
+            if self._admit(sequence, 0 if is_idle else self._headroom(sequence, growth), now_s):
+                is_idle = False
                 self._add_row(rows, room, sequence)
                 under_way.add(self._uncached_stride(sequence, sequence.num_computed))
                 num_stalled += missing is not None
                 growth += self._reserve.num_growth_blocks((sequence,))
             elif missing is not None:
                 continue  # no room to start early; its turn comes with its media
-            elif not rows and self._running:
+            elif is_idle and self._running:
                 # Nobody can run: all who hold blocks wait for media.  The youngest makes room for one that doesn't.
                 self._preempt(self._running[-1])
                 self._schedule_waiting(rows, room, now_s)
@@ -318,7 +350,7 @@ class Scheduler:
 
     def _stop_of_range(self, sequence: Sequence, budget: int) -> int:
         """Where this step must stop: at the budget's end, at media that aren't there, or when it has caught up."""
-        start = sequence.num_computed
+        start = sequence.num_scheduled
         missing = sequence.missing_span(start, self._rows_of)
         stop = len(sequence.token_ids) if missing is None else max(missing.start, start)
         return min(stop, start + budget)
@@ -347,10 +379,10 @@ class Scheduler:
         self._waiting.remove(sequence)
         self._running.add(sequence, running_key(sequence))
         sequence.status = Status.RUNNING
-        sequence.num_computed = num_cached
+        sequence.num_computed = sequence.num_scheduled = num_cached
         if sequence.first_step_s is None:
             sequence.first_step_s = now_s
-            self._drain.left(now_s)
+            self._drain.left(sequence.arrival_s, now_s, is_empty=not self._waiting)
             sequence.num_cached_tokens = num_cached
             self.num_prefix_queries += sequence.num_tokens
             self.num_prefix_hits += num_cached
@@ -360,7 +392,7 @@ class Scheduler:
         """Room for all its tokens, if need be by preempting who comes last.  False if that was the sequence itself."""
         while True:
             try:
-                self.kv.grow(sequence.block_table, len(sequence.token_ids))
+                self.kv.grow(sequence.block_table, sequence.num_expected)
             except OutOfBlocks:
                 assert len(self._running) > 1, f"sequence {sequence.seq_id} is alone and does not fit"
                 self._reserve.tighten()
@@ -373,28 +405,31 @@ class Scheduler:
 
     def _launch(self, rows: list[Row]) -> StepPlan:
         self._num_steps += 1
-        copies = self.kv.begin_step(self._num_steps)
+        copies = self.kv.take_copies()
         targets = {copy.target for copy in copies}
         copied = (row.sequence for row in rows if targets and not targets.isdisjoint(row.sequence.block_table.block_ids))
-        self._step = _Step(self._num_steps, tuple(rows), frozenset(sequence.seq_id for sequence in copied))
-        return build_plan(self._num_steps, rows, self.kv.block_size, copies, self._rows_of)
+        before = self._steps[-1].rows if self._steps else ()
+        plan = build_plan(self._num_steps, rows, before, self.kv.block_size, copies, self._rows_of)
+        for sequence, _, stop, _ in rows:
+            sequence.num_scheduled = stop
+            sequence.num_ahead += stop == sequence.num_expected
+        shape = shape_of((row.start, row.stop) for row in rows)
+        self._steps.append(_Step(self._num_steps, tuple(rows), shape, frozenset(sequence.seq_id for sequence in copied)))
+        return plan
 
     def _land(self, step_id: int) -> _Step | None:
-        step = self._step
-        if step is None or step.step_id != step_id:
+        if not self._steps or self._steps[0].step_id != step_id:
             self.num_late_results += 1
             return None
-        self._step = None
         self._pending_ms = None
-        self.kv.end_step(step_id)
-        return step
+        return self._steps.popleft()
 
     def _account(self, step: _Step, seconds: float) -> None:
         """Learn from how long a step took, and put it down to tenants: to every row its own work and an equal share of the rest."""
-        self._costs.observe(shape_of((start, stop) for _, start, stop in step.rows), seconds)
+        self._costs.observe(step.shape, seconds)
         shared_ms = self._costs.coefficients.step / len(step.rows)
         ms_by_tenant: defaultdict[str, float] = defaultdict(float)
-        for sequence, start, stop in step.rows:
+        for sequence, start, stop, _ in step.rows:
             ms_by_tenant[sequence.tenant] += shared_ms + self._costs.row_ms(start, stop)
         self._usage.charge(ms_by_tenant)
 
@@ -424,6 +459,7 @@ class Scheduler:
     def _reset(self, sequence: Sequence) -> None:
         self.kv.release(sequence.block_table)
         sequence.num_computed = 0
+        sequence.rewind()
         sequence.status = Status.WAITING
 
     def _enqueue(self, sequence: Sequence) -> None:

@@ -42,7 +42,10 @@ class Sequence:
     tenant: str = "default"  # whose use of the device it counts as
 
     status: Status = Status.WAITING
-    num_computed: int = 0  # leading tokens with KV in `block_table`
+    num_computed: int = 0  # leading tokens with KV in `block_table`, as far as steps have landed
+    num_scheduled: int = 0  # the same once all steps in flight have landed
+    num_ahead: int = 0  # tokens that steps in flight sample
+    epoch: int = 0  # steps planned in an earlier one say nothing about this sequence any more
     block_table: BlockTable = field(default_factory=BlockTable)
     block_hashes: list[bytes] = field(default_factory=list)  # of every full stride; names content, so it survives preemption and death
     num_cached_tokens: int = 0  # found in the prefix cache when first admitted
@@ -91,13 +94,27 @@ class Sequence:
                 return span
         return None
 
+    @property
+    def num_expected(self) -> int:
+        """Tokens it will have once all steps in flight have landed, unless it ends before."""
+        return len(self.token_ids) + self.num_ahead
+
+    def is_full(self, num_tokens: int) -> bool:
+        """Whether it ends with that many tokens, whichever they are."""
+        max_tokens = self.sampling.max_tokens
+        return num_tokens >= self.max_total_tokens or (max_tokens is not None and num_tokens >= self.num_prompt + max_tokens)
+
     def append(self, token_id: int) -> FinishReason | None:
         """Add a drawn token; say whether it was the last, and why."""
         is_end = token_id in self.end_token_ids and self.num_output >= self.sampling.min_tokens
         self.token_ids.append(token_id)
         if is_end:
             return FinishReason.STOP
-        max_tokens = self.sampling.max_tokens
-        if len(self.token_ids) >= self.max_total_tokens or (max_tokens is not None and self.num_output >= max_tokens):
-            return FinishReason.LENGTH
-        return None
+        return FinishReason.LENGTH if self.is_full(len(self.token_ids)) else None
+
+    def rewind(self) -> None:
+        """Forget what steps in flight compute: they failed, or what they read is gone."""
+        self.num_scheduled = self.num_computed
+        self.num_ahead = 0
+        self.epoch += 1
+        self.row_sampling = None  # perhaps made for a token past `min_tokens`, before which it now is again

@@ -18,12 +18,14 @@ from mmserve.plan import (
     EncoderWorkerSpec,
     Rank,
     SampledToken,
+    StepFailed,
     StepPlan,
     StepResult,
 )
 from mmserve.shared_buffer import SharedMemory
 from mmserve.sim.hardware import SHAPES, card_of
 from mmserve.sim.timing import amount_of, encode_s, kv_tokens, step_s, work_of
+from mmserve.worker.in_order import InOrder
 from mmserve.worker.main import live, prepare_process
 
 _MULTIPLIERS = (6364136223846793005, 1442695040888963407, 11400714819323198485)  # odd, from well-known 64-bit mixers
@@ -81,12 +83,12 @@ class SimulatedEncoder:
         return EncodeResult(plan.plan_id, (None,) * len(plan.items), seconds)
 
 
-def start_decoder(spec: DecoderWorkerSpec, num_ranks: int) -> tuple[DecoderReady, Callable[[StepPlan], StepResult]]:
+def start_decoder(spec: DecoderWorkerSpec, num_ranks: int) -> tuple[DecoderReady, Callable[[StepPlan], StepResult | StepFailed]]:
     """The ready report and the function that runs a step.  Raises ValueError if the card can't hold the decoder."""
     decoder = SimulatedDecoder(spec, num_ranks)
     config = spec.config or {}
     ready = DecoderReady(decoder.num_blocks, spec.block_size, spec.max_model_len, int(config["vocab_size"]), int(config["hidden_size"]))
-    return ready, decoder.run
+    return ready, InOrder(decoder.run)
 
 
 def draw(plan: StepPlan, token_ids: Sequence[int]) -> tuple[SampledToken | None, ...]:

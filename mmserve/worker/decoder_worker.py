@@ -9,6 +9,7 @@ import torch
 from mmserve.models.parallel import WHOLE, join_group
 from mmserve.plan import DecoderReady, DecoderWorkerSpec, Rank, StepFailed, StepPlan, StepResult
 from mmserve.shared_buffer import SharedMemory
+from mmserve.worker.in_order import InOrder
 from mmserve.worker.model_runner import ModelRunner
 
 
@@ -19,4 +20,4 @@ def start_decoder(
     shard = WHOLE if rank is None else join_group(rank, torch.device(spec.device))
     runner = ModelRunner(spec, memory, shard)
     runner.warm_up()
-    return runner.ready, runner.run
+    return runner.ready, InOrder(runner.run)

@@ -15,7 +15,7 @@ from mmserve.models.attention_choice import attention_for
 from mmserve.models.decoder import Decoder
 from mmserve.models.flash_attention import FlashAttention
 from mmserve.models.parallel import WHOLE, Shard
-from mmserve.plan import DecoderReady, DecoderWorkerSpec, RowSampling, SampledToken, StepFailed, StepPlan, StepResult
+from mmserve.plan import OUT_OF_MEMORY, DecoderReady, DecoderWorkerSpec, RowSampling, SampledToken, StepFailed, StepPlan, StepResult
 from mmserve.shared_buffer import SharedMemory
 from mmserve.worker import kv_budget, trial_steps
 from mmserve.worker.cuda_graphs import CudaRecorder, DecodeGraphs, Recorder
@@ -118,7 +118,7 @@ class ModelRunner:
                 raise
             release_memory(self._device)
             log.warning("step=%d rows=%d tokens=%d out of memory", plan.step_id, len(plan.seq_ids), len(plan.token_ids))
-            return StepFailed(plan.step_id, "out_of_memory")
+            return StepFailed(plan.step_id, OUT_OF_MEMORY)
         return StepResult(plan.step_id, tokens, failed, time.perf_counter() - started)
 
     def _run(self, plan: StepPlan) -> tuple[tuple[SampledToken | None, ...], tuple[int, ...]]:

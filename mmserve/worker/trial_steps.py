@@ -38,4 +38,5 @@ def step(counts: np.ndarray, contexts: np.ndarray, tables: np.ndarray, block_siz
         block_tables=tables.astype(np.int32),
         wants_token=np.ones(len(counts), np.bool_),
         sampling=(RowSampling(),) * len(counts),
+        sampled_by=np.full(len(counts), -1, np.int32),
     )

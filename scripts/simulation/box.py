@@ -25,10 +25,9 @@ from mmserve.media import AudioHeader, ImageHeader, MediaItem, MediaKind, MediaS
 from mmserve.metrics import Metrics
 from mmserve.plan import DecoderReady, EncodePlan, EncodeResult, StepPlan, StepResult
 from mmserve.replica import Replica
+from mmserve.replica_set import ReplicaSet
 from mmserve.request import SamplingParams
-from mmserve.scheduler.admission import Admission
-from mmserve.scheduler.placement import Candidate, place
-from mmserve.scheduler.records import Records
+from mmserve.scheduler.admission import QueueLimits
 from mmserve.scheduler.scheduler import SchedulerLimits, TokenUpdate
 from mmserve.scheduler.sequence import Sequence
 from mmserve.shared_buffer import ITEM_SIZE, BufferSlice, SharedBuffer
@@ -36,6 +35,7 @@ from mmserve.sim.hardware import LLAMA_8B, LLAMA_70B, Card, DecoderShape
 from mmserve.sim.timing import amount_of, encode_s, kv_tokens, step_s, work_of
 from mmserve.sim.workers import draw
 from mmserve.token_fuser import FusedPrompt, fuse
+from mmserve.worker.in_order import InOrder
 from scripts.simulation.traffic import Request
 
 BLOCK_SIZE = 256  # flash-attn's
@@ -106,18 +106,27 @@ class Sample:
 
 
 class CardWorker:
-    """What a replica calls: cards that answer when the time of a step is over."""
+    """What a replica sends steps to: cards that answer when the time of a step is over."""
 
     def __init__(self, group: Group, card: Card) -> None:
         self.died = asyncio.Event()
         self.pid = 0
         self._group = group
         self._card = card
+        self._answer = InOrder(self._compute)
+        self._free_s = 0.0  # when all steps sent so far are over
 
-    async def call(self, plan: StepPlan, timeout_s: float) -> StepResult:
+    def send(self, plan: StepPlan, timeout_s: float) -> asyncio.Future[StepResult]:
+        loop = asyncio.get_running_loop()
+        answer = self._answer(plan)
+        assert isinstance(answer, StepResult)
+        reply: asyncio.Future[StepResult] = loop.create_future()
+        self._free_s = max(self._free_s, loop.time()) + answer.seconds
+        loop.call_at(self._free_s, reply.set_result, answer)
+        return reply
+
+    def _compute(self, plan: StepPlan) -> StepResult:
         seconds = step_s(work_of(plan), self._group.shape, self._card, self._group.num_ranks)
-        async with asyncio.timeout(timeout_s):
-            await asyncio.sleep(seconds)
         return StepResult(plan.step_id, draw(plan, ANSWER_IDS), seconds=seconds)
 
 
@@ -166,51 +175,33 @@ class _Aboard:
     replica: Replica | None = None
 
 
-class _Decoder:
-    """Replicas of one decoder, as `DecoderGroup` has them, without processes."""
-
-    def __init__(self, box: Box, group: Group, limits: SchedulerLimits, max_num_queued: int) -> None:
-        num_blocks = kv_tokens(group.shape, box.card, SchedulerConfig().gpu_memory_utilization, group.num_ranks) // BLOCK_SIZE
-        ready = DecoderReady(num_blocks, BLOCK_SIZE, limits.max_model_len, VOCAB_SIZE, group.shape.hidden_size)
-        self._admission = Admission(limits.max_model_len, num_blocks, BLOCK_SIZE, max_num_queued)
-        self._records = Records()
-        self._now_s = box.now_s
-        self.replicas = [
-            Replica(
-                group.name,
-                CardWorker(group, box.card),  # type: ignore[arg-type]
-                ready,
-                limits,
-                box.cache,
-                box.metrics,
-                self._records,
-                enable_prefix_caching=True,
-                deliver=box.deliver,
-                want=box.want,
-                now_s=box.now_s,
-            )
-            for _ in range(group.num_replicas)
-        ]
-
-    @property
-    def num_waiting(self) -> int:
-        return sum(replica.scheduler.num_waiting for replica in self.replicas)
-
-    def check(self, num_prompt: int, max_tokens: int) -> int:
-        """Most tokens that a sequence may reach.  Raises the error of whatever limit it would break."""
-        num_queued = self.num_waiting
-        retry_after_s = self._records.drain.retry_after_s(num_queued, self._now_s())
-        return self._admission.check(num_prompt, max_tokens, 1, num_queued, retry_after_s)
-
-    def place(self, sequence: Sequence) -> Replica:
-        schedulers = [replica.scheduler for replica in self.replicas]
-        return self.replicas[place([Candidate(each.saved_ms(sequence), each.pending_ms) for each in schedulers])]
+def _replicas(box: Box, group: Group, limits: SchedulerLimits, queue: QueueLimits) -> ReplicaSet:
+    """All replicas of one decoder, which live for ever."""
+    num_blocks = kv_tokens(group.shape, box.card, SchedulerConfig().gpu_memory_utilization, group.num_ranks) // BLOCK_SIZE
+    ready = DecoderReady(num_blocks, BLOCK_SIZE, limits.max_model_len, VOCAB_SIZE, group.shape.hidden_size)
+    replicas = ReplicaSet(limits.max_model_len, queue, box.now_s)
+    for _ in range(group.num_replicas):
+        replica = Replica(
+            group.name,
+            CardWorker(group, box.card),
+            ready,
+            limits,
+            box.cache,
+            box.metrics,
+            replicas.records,
+            enable_prefix_caching=True,
+            deliver=box.deliver,
+            want=box.want,
+            now_s=box.now_s,
+        )
+        replicas.add(replica, ready)
+    return replicas
 
 
 class Box:
     """Made inside a virtual-time loop; `run` it once."""
 
-    def __init__(self, topology: Topology, card: Card, limits: SchedulerLimits, *, max_num_queued: int, large_share: float) -> None:
+    def __init__(self, topology: Topology, card: Card, limits: SchedulerLimits, queue: QueueLimits, *, large_share: float) -> None:
         self.card = card
         self.metrics = Metrics()
         self.outcomes: list[Outcome] = []
@@ -225,14 +216,14 @@ class Box:
         self._decode = CoreDecode()
         turns = [asyncio.Lock() for _ in range(topology.num_encoders)]
         self._pools = {kind: self._make_pool(kind, turns) for kind in MediaKind}
-        self._decoders = {group.name: _Decoder(self, group, limits, max_num_queued) for group in topology.groups}
+        self._decoders = {group.name: _replicas(self, group, limits, queue) for group in topology.groups}
         self._aboard: dict[int, _Aboard] = {}
         self._seq_ids = itertools.count(1)
         self._emptied = asyncio.Event()
 
     @property
     def replicas(self) -> list[Replica]:
-        return [replica for decoder in self._decoders.values() for replica in decoder.replicas]
+        return [replica for replicas in self._decoders.values() for replica in replicas]
 
     async def run(self, requests: Rows[Request]) -> None:
         """Offer the requests when they come, and wait until the last one is answered."""
@@ -294,7 +285,7 @@ class Box:
         fused = _fuse(request, prepared)
         decoder = self._decoders[name]
         try:
-            max_total_tokens = decoder.check(len(fused.token_ids), request.num_answer)
+            max_total_tokens = decoder.check(len(fused.token_ids), request.num_answer, 1, request.tenant)
         except MmserveError as refusal:
             outcome.refusal = refusal.code
             return

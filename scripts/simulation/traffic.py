@@ -49,6 +49,7 @@ class Traffic:
     stop_s: float
     mix: tuple[tuple[str, float], ...] = tuple(BLEND.items())
     repeat_rate: float = 0.2
+    num_tenants: int = NUM_TENANTS
     mean_answer: float = MEAN_ANSWER
 
 
@@ -60,7 +61,7 @@ def generate(parts: tuple[Traffic, ...], seed: int) -> list[Request]:
 
 def _generate(traffic: Traffic, part: int, seed: int) -> Iterator[Request]:
     draw = np.random.default_rng([seed, part])
-    tenant_shares, pool_shares = _zipf(NUM_TENANTS), _zipf(POOL_SIZE)
+    tenant_shares, pool_shares = _zipf(traffic.num_tenants), _zipf(POOL_SIZE)
     fresh = itertools.count(POOL_SIZE)
     for tenant, rate in enumerate(traffic.rate * tenant_shares):
         for arrival_s in _arrivals(rate, traffic.start_s, traffic.stop_s, draw):
