@@ -90,11 +90,12 @@ def take_token(active: ActiveRequest, choice: Choice, update: TokenUpdate, now_s
         tail, stopped = choice.stops.push(choice.detokenizer.flush())
         text += tail + ("" if stopped else choice.stops.flush())
         reason = FinishReason.STOP if stopped else reason
-    tokens = () if update.token is None else (update.token,)
-    logprobs = tuple(_logprob(token) for token in tokens) if active.request.sampling.logprobs is not None else ()
-    token_ids = tuple(token.token_id for token in tokens)
-    if text or logprobs or token_ids or reason is not None:
-        active.generation.push(Delta(choice.index, text, token_ids, logprobs, reason))
+    token = update.token
+    if token is not None:
+        logprobs = (_logprob(token),) if active.request.sampling.logprobs is not None else ()
+        active.generation.push(Delta(choice.index, text, (token.token_id,), logprobs, reason))
+    elif text or reason is not None:
+        active.generation.push(Delta(choice.index, text, finish_reason=reason))
     choice.finished = reason is not None
     return reason
 

@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Self
 
-from mmserve.active_request import ActiveRequest, new_choice, record_timings, take_token
+from mmserve.active_request import ActiveRequest, Choice, new_choice, record_timings, take_token
 from mmserve.composition import load_composition
 from mmserve.config import Config, ConfigError, device_names, is_simulated, kv_block_size, max_queue_wait_s, replica_devices
 from mmserve.decoder_group import DecoderGroup
@@ -61,9 +61,11 @@ class AsyncEngine:
         self.tokenizers = load_tokenizers(self.composition)
         self.data_dir = self.config.storage.data_dir or Path.home() / ".cache" / "mmserve"
         self._seeds = random.Random(self.config.model.seed)
+        latency = self.metrics.inter_token_latency_seconds
+        self._inter_token_latency = {name: latency.labels(name) for name in self.composition.decoders}  # looked up for every token
         self._seq_ids = itertools.count(1)
         self._active: dict[str, ActiveRequest] = {}  # by the server's own request id
-        self._active_of: dict[int, ActiveRequest] = {}  # by seq_id
+        self._active_of: dict[int, tuple[ActiveRequest, Choice]] = {}  # by seq_id
         self._fetches: dict[tuple[str, bytes], asyncio.Task[None]] = {}  # (request id, window key)
         self._num_preparing = 0
         self._proven: frozenset[str] = frozenset()
@@ -264,19 +266,19 @@ class AsyncEngine:
                 active.pinned.append(key)
         self.metrics.fused_tokens.labels(choice.model, routed.modality_mix).observe(len(fused.token_ids))
         for each in choices:
-            self._active_of[each.sequence.seq_id] = active
+            self._active_of[each.sequence.seq_id] = (active, each)
             self._groups[choice.model].add(each.sequence)
         return active
 
     def _deliver(self, updates: list[TokenUpdate]) -> None:
         now_s = time.monotonic()
         for update in updates:
-            active = self._active_of.get(update.sequence.seq_id)
-            if active is None:
+            found = self._active_of.get(update.sequence.seq_id)
+            if found is None:
                 continue  # ended while this step ran
-            choice = next(each for each in active.choices if each.sequence is update.sequence)
+            active, choice = found
             if active.last_token_s and update.token is not None:
-                self.metrics.inter_token_latency_seconds.labels(active.generation.model).observe(now_s - active.last_token_s)
+                self._inter_token_latency[active.generation.model].observe(now_s - active.last_token_s)
             ending = take_token(active, choice, update, now_s)
             if isinstance(ending, MmserveError):
                 self._fail(active, ending)
@@ -287,9 +289,10 @@ class AsyncEngine:
 
     def _want(self, sequence: Sequence, span: MediaSpan) -> None:
         """A sequence waits for a span's rows: get them, once for each request."""
-        active = self._active_of.get(sequence.seq_id)
-        if active is None or (active.generation.request_id, span.key) in self._fetches:
+        found = self._active_of.get(sequence.seq_id)
+        if found is None or (found[0].generation.request_id, span.key) in self._fetches:
             return
+        active, _ = found
         flight = (active.generation.request_id, span.key)
         task = asyncio.create_task(self._fetch(active, span.key), name=f"fetch-{flight[0]}")
         self._fetches[flight] = task
@@ -421,7 +424,7 @@ class AsyncEngine:
             enable_prefix_caching=scheduler.enable_prefix_caching,
             deliver=self._deliver,
             want=self._want,
-            lost=lambda sequence, error: self._fail(self._active_of[sequence.seq_id], error),
+            lost=lambda sequence, error: self._fail(self._active_of[sequence.seq_id][0], error),
             on_restart=self._count_restart,
         )
 

@@ -96,8 +96,9 @@ class StepPlan:
         return replace(self, token_ids=token_ids, sampling=tuple(sampling))
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(NamedTuple):
+    """A tuple for the same reason as RowSampling."""
+
     token_id: int
     logprob: float | None = None  # of token_id under the model's own distribution: temperature 1, before penalties
     top: tuple[tuple[int, float], ...] = ()

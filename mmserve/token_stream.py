@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
@@ -12,9 +11,12 @@ from mmserve.errors import MmserveError
 from mmserve.request import FinishReason, TokenLogprob, Usage
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Delta:
-    """What one choice said since the last delta.  The one with a finish reason is its last."""
+    """What one choice said since the last delta.  The one with a finish reason is its last.
+
+    Nobody changes one; it isn't frozen because one is made for every token, and a frozen one takes three times as long to make.
+    """
 
     index: int  # which of n choices
     text: str = ""
@@ -24,7 +26,7 @@ class Delta:
 
 
 class Generation:
-    """One accepted request.  Iterate over it; `cancel` is idempotent and also right after the end.
+    """One accepted request.  Iterate over it, or take batches; `cancel` is idempotent and also right after the end.
 
     Written by the engine (`push`, `fail`), read by one reader.
     """
@@ -37,7 +39,7 @@ class Generation:
         self.usage = usage
         self.timings: dict[str, float] = {}  # seconds by stage
         self.on_cancel: Callable[[], None] | None = None
-        self._waiting: deque[Delta] = deque()
+        self._waiting: list[Delta] = []
         self._num_open = num_choices
         self._error: MmserveError | None = None
         self._changed = asyncio.Event()
@@ -62,19 +64,19 @@ class Generation:
         if self.on_cancel is not None and not self.done:
             self.on_cancel()
 
-    def drain_ready(self) -> list[Delta]:
-        """Everything that waits, without waiting for more."""
-        ready = list(self._waiting)
-        self._waiting.clear()
-        return ready
-
-    async def __aiter__(self) -> AsyncIterator[Delta]:
-        while True:
-            while self._waiting:
-                yield self._waiting.popleft()
+    async def next_batch(self) -> list[Delta]:
+        """All deltas that wait, as soon as there are any; empty at the end.  Raises the error that ended the stream, after them."""
+        while not self._waiting:
             if self._error is not None:
                 raise self._error
             if self._num_open == 0:
-                return
+                return []
             self._changed.clear()
             await self._changed.wait()
+        batch, self._waiting = self._waiting, []
+        return batch
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        while batch := await self.next_batch():
+            for delta in batch:
+                yield delta

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
 from functools import partial
 from typing import Self
 
@@ -41,8 +40,8 @@ async def deliver(request: web.Request, call: Call, schema: MakeSchema, state: S
 
 async def _send_whole(request: web.Request, call: Call, generation: Generation, answer: Answer, state: ServerState) -> web.StreamResponse:
     choices = [Choice() for _ in range(call.request.sampling.n)]
-    async for delta in generation:
-        collect(choices, [delta, *generation.drain_ready()])
+    while deltas := await generation.next_batch():
+        collect(choices, deltas)
     if any(choice.finish_reason is None for choice in choices):
         raise state.ended_early()
     return web.Response(body=orjson.dumps(answer.whole(choices)), content_type="application/json", headers=_headers(generation))
@@ -75,12 +74,11 @@ async def _send_stream(request: web.Request, call: Call, generation: Generation,
 
 
 class _Batches:
-    """All deltas that wait, again and again.  The first can be waited for with a limit, without losing it."""
+    """Batch after batch of a generation.  The first can be waited for with a limit, without losing it."""
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
-        self._iterator = aiter(generation)
-        self._first: asyncio.Task[Delta | None] | None = None
+        self._first: asyncio.Task[list[Delta]] | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -89,12 +87,10 @@ class _Batches:
         if self._first is not None:
             self._first.cancel()
             await asyncio.gather(self._first, return_exceptions=True)
-        if isinstance(self._iterator, AsyncGenerator):
-            await self._iterator.aclose()
 
     async def wait_first(self, timeout_s: float) -> bool:
         """Whether there is something to send, after `timeout_s` at most.  Raises what the generation raises before its first delta."""
-        self._first = asyncio.create_task(self._step())
+        self._first = asyncio.create_task(self._generation.next_batch())
         await asyncio.wait({self._first}, timeout=timeout_s)
         if self._first.done():
             self._first.result()
@@ -102,12 +98,10 @@ class _Batches:
 
     async def next(self) -> list[Delta]:
         """Empty at the end."""
+        if self._first is None:
+            return await self._generation.next_batch()
         first, self._first = self._first, None
-        delta = await (self._step() if first is None else first)
-        return [] if delta is None else [delta, *self._generation.drain_ready()]
-
-    async def _step(self) -> Delta | None:
-        return await anext(self._iterator, None)
+        return await first
 
 
 def _headers(generation: Generation) -> dict[str, str]:

@@ -13,6 +13,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mmserve.errors import NumericalError, OutOfBlocks, Overloaded
 from mmserve.media import MediaSpan
@@ -40,8 +41,7 @@ class SchedulerLimits:
     tpot_target_ms: float = math.inf  # how long a step with decodes in it may take
 
 
-@dataclass(frozen=True, slots=True)
-class TokenUpdate:
+class TokenUpdate(NamedTuple):
     """What a step did to one sequence.  The token that ended it (an end token, if the reason is STOP) is among its ids."""
 
     sequence: Sequence
