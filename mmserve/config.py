@@ -80,7 +80,7 @@ class SchedulerConfig:
 @dataclass(frozen=True)
 class EncoderConfig:
     micro_batch_window_ms: float = option(12.0, "how long the first picture of a batch waits for others")
-    max_encoder_batch: int = option(0, "pictures or audio windows in one forward pass; 0: 48 on a GPU, 8 on the CPU, where more only wait")
+    max_encoder_batch: int = option(0, "pictures or audio windows in one forward pass; 0: 48 on a GPU, 1 on the CPU, where more only wait")
     shared_buffer_bytes: int = option(512 * 2**20, "host memory for pixels, samples and embedding rows: the cache's memory tier")
     decode_processes: int = option(1, "processes that decode pictures and clips")
 

@@ -138,7 +138,7 @@ class MediaService:
         """Decode processes and pools are up inside; encoder workers may still be loading."""
         config, buffer = self._config, self._buffer
         on_cpu = "cpu" in itertools.chain.from_iterable(devices.values())
-        max_batch = config.encoder.max_encoder_batch or (8 if on_cpu else 48)
+        max_batch = config.encoder.max_encoder_batch or (1 if on_cpu else 48)
         async with AsyncExitStack() as stack:
             size = config.storage.embedding_disk_bytes
             disk = DiskTier(self._cache_dir, size, on_corrupt=self._metrics.cache_corrupt.inc) if size else None

@@ -31,7 +31,7 @@ from rich.table import Table
 
 from scripts.loopback import free_port, quantile, stop, wait_ready
 
-WORDS = "one endpoint takes text pictures and a clip in any mix and streams back an answer".split()
+WORDS = ["one", "endpoint", "takes", "text", "pictures", "and", "a", "clip", "in", "any", "mix", "and", "streams", "back", "an", "answer"]
 PROMPT_WORDS = 100
 EVENT = b"data: {"
 LAST = b"data: [DONE]\n\n"
