@@ -267,6 +267,8 @@ class Supervisor:
                 if self._closing:
                     return
                 log.warning("worker=%s pid=%d died (%s)", self.role, worker.pid, error)
+            except Exception:  # ours, not the worker's; whoever it serves must not wait for ever
+                log.exception("worker=%s pid=%d could not be served", self.role, worker.pid)
             finally:
                 await worker.bury()
             if not self._first_ready.done():

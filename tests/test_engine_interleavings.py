@@ -64,11 +64,19 @@ class Village:
         self.num_tokens = 0
 
     async def live(self) -> None:
+        life = asyncio.create_task(self.events())
+        await asyncio.wait((life, *(supervisor.task for supervisor in self.supervisors)), return_when=asyncio.FIRST_COMPLETED)
+        for supervisor in self.supervisors:
+            if supervisor.task.done():
+                supervisor.task.result()  # it never ends but by an error in the books
+        await life
+        await settled(self.engine)
+
+    async def events(self) -> None:
         async with asyncio.TaskGroup() as group:
             for _ in range(NUM_REQUESTS):
                 group.create_task(self.visit(self.rng.uniform(0.0, 1.5)))
             group.create_task(self.kill())
-        await settled(self.engine)
 
     def draw_request(self) -> ChatRequest:
         rng = self.rng

@@ -92,6 +92,27 @@ async def test_a_killed_worker_is_followed_by_another():
     await supervisor.close()
 
 
+async def test_an_error_in_what_serves_a_worker_ends_that_life_and_not_the_role():
+    """An assertion in the books ended the supervisor's task, and all who waited for the worker waited for ever."""
+    lives: asyncio.Queue[Worker] = asyncio.Queue()
+
+    async def serve(worker: Worker, ready: object) -> None:
+        lives.put_nowait(worker)
+        if lives.qsize() == 1:
+            raise ValueError("a mistake of ours")
+        await worker.died.wait()
+        raise WorkerDied("test")
+
+    supervisor = Supervisor("test", "fake_workers:echo", alone(), serve, on_restart=lambda role: None)
+    async with asyncio.timeout(60):
+        while lives.qsize() < 2:
+            await asyncio.sleep(0.01)
+    first, second = lives.get_nowait(), lives.get_nowait()
+    assert first.died.is_set()
+    assert await second.call("still here", 30) == "still here"
+    await supervisor.close()
+
+
 async def test_a_worker_that_never_starts_is_an_error_and_not_a_loop():
     async def serve(worker: Worker, ready: object) -> None:
         raise AssertionError("it was never ready")

@@ -201,7 +201,7 @@ class VirtualSupervisor:
         self._serve = serve
         self._on_restart = on_restart
         self._ready = asyncio.Event()
-        self._task = asyncio.create_task(self._run(), name=f"supervise-{role}")
+        self.task = asyncio.create_task(self._run(), name=f"supervise-{role}")
         self.all.append(self)
 
     @property
@@ -219,8 +219,8 @@ class VirtualSupervisor:
     async def close(self, grace_s: float = 2.0) -> None:
         if self.life is not None:
             self.life.kill()
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
 
     async def _run(self) -> None:
         while True:
