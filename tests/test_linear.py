@@ -69,14 +69,14 @@ def test_a_weight_beyond_float16_is_refused_and_named() -> None:
 def test_half_precision_is_packed_where_the_processor_has_it_and_only_kept_where_not(
     has_arithmetic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear, "_has_arithmetic", lambda dtype: has_arithmetic)
+    monkeypatch.setattr(linear, "has_arithmetic", lambda dtype: has_arithmetic)
     monkeypatch.setattr(linear, "PackedLinear", PackedInName)
     weight, _ = weights(torch.bfloat16)
-    layer, shared = maker(CPU, torch.bfloat16)(weight), maker(CPU, torch.bfloat16)(weight, is_shared=True)
-    if has_arithmetic:  # packing a weight that is used elsewhere too would hold it twice
-        assert [type(layer), type(shared), compute_dtype(CPU, torch.bfloat16)] == [PackedInName, PlainLinear, torch.bfloat16]
+    layer = maker(CPU, torch.bfloat16)(weight)
+    if has_arithmetic:
+        assert [type(layer), compute_dtype(CPU, torch.bfloat16)] == [PackedInName, torch.bfloat16]
     elif HAS_FBGEMM:
-        assert [type(layer), type(shared), compute_dtype(CPU, torch.bfloat16)] == [HalfWeightLinear, HalfWeightLinear, torch.float32]
+        assert [type(layer), compute_dtype(CPU, torch.bfloat16)] == [HalfWeightLinear, torch.float32]
 
 
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float32), ("meta", torch.bfloat16), ("cuda", torch.float16)])

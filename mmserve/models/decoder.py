@@ -52,7 +52,7 @@ class Decoder:
         # The head before the layers: packing a matrix takes its size again, and this is the largest.
         if config.tie_word_embeddings:
             checkpoint.drop("lm_head.weight")
-            self._head = make_linear(self._embedding, is_shared=True)
+            self._head = make_linear(self._embedding)
         else:
             self._head = make_linear(checkpoint.take("lm_head.weight", *vocabulary, shard=shard))
         self._layers = [load_layer(config, checkpoint, i, shard, make_linear) for i in range(config.num_layers)]

@@ -17,7 +17,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 def compute_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """Of hidden vectors, keys and values over weights of `dtype`: float32 where this CPU can't multiply halves itself."""
-    is_slow = device.type == "cpu" and dtype in _HALVES and not _has_arithmetic(dtype)
+    is_slow = device.type == "cpu" and dtype in _HALVES and not has_arithmetic(dtype)
     return torch.float32 if is_slow and "fbgemm" in torch.backends.quantized.supported_engines else dtype
 
 
@@ -75,18 +75,18 @@ class LinearMaker:
         self.computes_in = computes_in
         self._widens = dtype != computes_in
         is_half = device.type == "cpu" and dtype in _HALVES
-        self._packs = is_half and torch.backends.mkldnn.is_available() and _has_arithmetic(dtype)
+        self._packs = is_half and torch.backends.mkldnn.is_available() and has_arithmetic(dtype)
 
-    def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, is_shared: bool = False) -> Linear:
-        """`is_shared`: the weight is used elsewhere, too, and a second one in another order costs its size again."""
+    def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        """A weight that is used elsewhere, too, is then held twice: without that a step of one row takes a seventh longer."""
         if self._widens:
-            return HalfWeightLinear(weight, bias)  # shared or not: without it a step of one row takes a fifth longer
-        if self._packs and not is_shared:
+            return HalfWeightLinear(weight, bias)
+        if self._packs:
             return PackedLinear(weight, bias)
         return PlainLinear(weight, bias)
 
 
-def _has_arithmetic(dtype: torch.dtype) -> bool:
+def has_arithmetic(dtype: torch.dtype) -> bool:
     """Whether this CPU multiplies numbers of a half-precision type itself."""
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
