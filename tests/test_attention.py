@@ -18,6 +18,7 @@ from step_plans import Row, num_blocks_for, step_plan
 from mmserve.config import ConfigError, kv_block_size
 from mmserve.models.attention import AttentionBackend, AttentionShape
 from mmserve.models.attention_choice import attention_for, flash_obstacle
+from mmserve.models.attention_kernels import FusedKernels, ProductKernels
 from mmserve.models.flash_attention import Decodes, FlashAttention, FlashPlan
 from mmserve.models.torch_attention import TorchAttention
 from mmserve.plan import BlockCopy
@@ -25,9 +26,27 @@ from mmserve.plan import BlockCopy
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, DIM = 6, 2, 8
 WINDOWS = (None, 20, 300)  # a layer of each
+
+
+def by_products(shape: AttentionShape) -> TorchAttention:
+    """As on a CPU that multiplies bfloat16 itself, on any."""
+    backend = TorchAttention(shape)
+    backend._kernels = ProductKernels()
+    return backend
+
+
+def by_fused_kernel(shape: AttentionShape) -> TorchAttention:
+    """As everywhere else."""
+    backend = TorchAttention(shape)
+    backend._kernels = FusedKernels()
+    return backend
+
+
 BACKENDS = {
-    "torch fp32, blocks of 16": (TorchAttention, torch.float32, 16),
-    "torch bf16, blocks of 256": (TorchAttention, torch.bfloat16, 256),
+    "torch fp32, blocks of 16": (by_fused_kernel, torch.float32, 16),
+    "torch bf16, blocks of 256": (by_fused_kernel, torch.bfloat16, 256),
+    "products fp32, blocks of 16": (by_products, torch.float32, 16),
+    "products bf16, blocks of 256": (by_products, torch.bfloat16, 256),
     "flash bf16": (FlashAttention, torch.bfloat16, 256),
     "flash fp16, blocks of 512": (FlashAttention, torch.float16, 512),
 }

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from mmserve.models.attention import AttentionShape, zero_pools
+from mmserve.models.attention_kernels import kernels_for
 from mmserve.plan import BlockCopy, StepPlan
 
 _GATHER_BYTES = 2 * 2**20  # of keys gathered at once: what stays in a core's cache until it is used
@@ -19,10 +19,11 @@ _GATHER_BYTES = 2 * 2**20  # of keys gathered at once: what stays in a core's ca
 class DecodeGroup:
     """Rows of one query each that are attended together, each over the keys from the first block it sees."""
 
-    tokens: torch.Tensor  # int64 [R], where the rows' queries are among the T tokens
+    start: int  # its rows among all that have one query
+    stop: int
     blocks: torch.Tensor  # int64 [R * kv_heads * B], a block of one head each
-    mask: torch.Tensor | None  # [R, 1, 1, num_keys]: 0 where the row sees the key, else -inf; None if all see all
-    num_keys: int  # of the row with the most
+    mask: torch.Tensor | None  # [R * kv_heads, 1, num_keys]: 0 where the row sees the key, else -inf; None if all see all
+    num_blocks: int  # B, of the row with the most
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +33,17 @@ class PrefillRow:
     start: int  # its tokens among the T
     stop: int
     blocks: torch.Tensor  # int64 [kv_heads * B], no padding
-    mask: torch.Tensor | None  # [queries, num_keys]: 0 where the query sees the key, else -inf; None: nothing came before
+    mask: torch.Tensor | None  # [queries, num_keys]: 0 where the query sees the key, else -inf; None: all up to its own
+    num_blocks: int
     num_keys: int
+    is_new: bool  # nothing came before
 
 
 @dataclass(frozen=True, slots=True)
 class Sight:
     """What the queries of a step see in the layers of one window."""
 
+    tokens: torch.Tensor | None  # int64 [R], where the groups' queries are among the T tokens; None: they are the tokens, in order
     groups: tuple[DecodeGroup, ...]
     prefills: tuple[PrefillRow, ...]
 
@@ -59,7 +63,7 @@ class TorchAttention:
         self.num_blocks = shape.num_blocks
         self.block_size = shape.block_size
         self._shape = shape
-        self._group_size = shape.num_heads // shape.num_kv_heads
+        self._kernels = kernels_for(shape.device, shape.dtype)
         self._head_bytes = shape.block_size * shape.head_dim * shape.dtype.itemsize  # of one head's part of a block
         num_layers = len(shape.windows)
         dims = (num_layers, shape.num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim)
@@ -89,35 +93,36 @@ class TorchAttention:
     def forward(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: TorchPlan) -> torch.Tensor:
         for pool, new in zip(self._places[layer], (key, value), strict=True):
             pool.index_copy_(0, plan.places, new.flatten(0, 1))
-        output = torch.empty_like(query, memory_format=torch.contiguous_format)
         sight = plan.sights[self._shape.windows[layer]]
-        for group in sight.groups:
-            output.index_copy_(0, group.tokens, self._decode(layer, query.index_select(0, group.tokens), group))
+        output = torch.empty_like(query, memory_format=torch.contiguous_format)
+        if sight.tokens is None:
+            self._decode(layer, query, sight.groups, output)
+        elif sight.groups:
+            attended = query.new_empty(len(sight.tokens), *query.shape[1:])
+            self._decode(layer, query.index_select(0, sight.tokens), sight.groups, attended)
+            output.index_copy_(0, sight.tokens, attended)
         for row in sight.prefills:
             tokens = slice(row.start, row.stop)
-            output[tokens] = self._prefill(layer, query[tokens], key[tokens], value[tokens], row)
+            self._prefill(layer, query[tokens], key[tokens], value[tokens], row, output[tokens])
         return output.flatten(1)
 
-    def _decode(self, layer: int, query: torch.Tensor, group: DecodeGroup) -> torch.Tensor:
-        num_rows = query.shape[0]
-        keys, values = self._gather(layer, group.blocks, num_rows, group.num_keys)
-        # The queries that share a key head become rows of one matrix.
-        folded = query.view(num_rows, self._shape.num_kv_heads, self._group_size, self._shape.head_dim)
-        return F.scaled_dot_product_attention(folded, keys, values, attn_mask=group.mask).reshape(query.shape)
+    def _decode(self, layer: int, query: torch.Tensor, groups: Sequence[DecodeGroup], output: torch.Tensor) -> None:
+        for group in groups:
+            rows = slice(group.start, group.stop)
+            keys, values = self._gather(layer, group.blocks, group.num_blocks)
+            self._kernels.decodes(query[rows], keys, values, group.mask, output[rows])
 
-    def _prefill(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: PrefillRow) -> torch.Tensor:
-        if row.mask is None:
-            keys, values = key.transpose(0, 1).unsqueeze(0), value.transpose(0, 1).unsqueeze(0)
+    def _prefill(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: PrefillRow, output: torch.Tensor
+    ) -> None:
+        if row.is_new:
+            keys, values = key.transpose(0, 1), value.transpose(0, 1)
         else:
-            keys, values = self._gather(layer, row.blocks, 1, row.num_keys)
-        queries = query.transpose(0, 1).unsqueeze(0)
-        attended = F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=row.mask, is_causal=row.mask is None, enable_gqa=self._group_size > 1
-        )
-        return attended[0].transpose(0, 1)
+            keys, values = (part[:, : row.num_keys] for part in self._gather(layer, row.blocks, row.num_blocks))
+        self._kernels.prefill(query, keys, values, row.mask, output)
 
-    def _gather(self, layer: int, blocks: torch.Tensor, num_rows: int, num_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """[num_rows, kv_heads, num_keys, D] twice, in buffers that the next call overwrites."""
+    def _gather(self, layer: int, blocks: torch.Tensor, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """[R * kv_heads, num_keys, D] twice, in buffers that the next call overwrites."""
         shape = self._shape
         views = []
         wanted = blocks.numel() * shape.block_size * shape.head_dim
@@ -126,7 +131,7 @@ class TorchAttention:
                 self._gathered[i] = torch.empty(wanted, device=shape.device, dtype=shape.dtype)
             target = self._gathered[i][:wanted].view(blocks.numel(), -1)
             torch.index_select(pool, 0, blocks, out=target)
-            views.append(target.view(num_rows, shape.num_kv_heads, -1, shape.head_dim)[:, :, :num_keys])
+            views.append(target.view(-1, num_blocks * shape.block_size, shape.head_dim))
         return views[0], views[1]
 
     def _sight(self, step: StepPlan, window: int | None) -> Sight:
@@ -135,47 +140,54 @@ class TorchAttention:
         # The block of the first key that the first query of a row sees
         first_blocks = np.zeros_like(counts) if window is None else np.maximum(first_queries - window + 1, 0) // self.block_size
         num_blocks = -(-step.context_lens // self.block_size) - first_blocks
-        groups = self._groups(step, np.flatnonzero(counts == 1), first_blocks, num_blocks, window)
+        # Rows of similar length together
+        decodes = np.flatnonzero(counts == 1)
+        decodes = decodes[np.argsort(num_blocks[decodes], kind="stable")]
+        groups = self._groups(step, decodes, first_blocks[decodes], num_blocks[decodes], window)
         prefills = [self._prefill_row(step, row, int(first_blocks[row]), window) for row in np.flatnonzero(counts > 1).tolist()]
-        return Sight(tuple(groups), tuple(prefills))
+        is_all_in_order = np.array_equal(decodes, np.arange(len(counts)))
+        tokens = None if is_all_in_order else self._indices(step.query_starts[decodes])
+        return Sight(tokens, tuple(groups), tuple(prefills))
 
     def _groups(
         self, step: StepPlan, rows: np.ndarray, first_blocks: np.ndarray, num_blocks: np.ndarray, window: int | None
     ) -> list[DecodeGroup]:
-        """Rows of similar length together, as many as keep their keys in cache."""
-        rows = rows[np.argsort(num_blocks[rows], kind="stable")]
-        row_bytes = [count * self._shape.num_kv_heads * self._head_bytes for count in num_blocks[rows].tolist()]  # plain ints: no overflow
+        """As many rows as keep their keys in cache."""
+        row_bytes = [count * self._shape.num_kv_heads * self._head_bytes for count in num_blocks.tolist()]  # plain ints: no overflow
         groups = []
         start = 0
         while start < len(rows):
             stop = start + 1
             while stop < len(rows) and (stop + 1 - start) * row_bytes[stop] <= _GATHER_BYTES:
                 stop += 1
-            members = rows[start:stop]
-            groups.append(self._group(step, members, first_blocks[members], num_blocks[members], window))
+            groups.append(self._group(step, rows, slice(start, stop), first_blocks[start:stop], num_blocks[start:stop], window))
             start = stop
         return groups
 
-    def _group(self, step: StepPlan, rows: np.ndarray, first_blocks: np.ndarray, num_blocks: np.ndarray, window: int | None) -> DecodeGroup:
+    def _group(
+        self, step: StepPlan, rows: np.ndarray, part: slice, first_blocks: np.ndarray, num_blocks: np.ndarray, window: int | None
+    ) -> DecodeGroup:
+        members = rows[part]
         columns = np.arange(num_blocks.max())
         # Padding repeats the row's own first block: another row's block could hold anything.
-        columns = np.where(columns < num_blocks[:, None], first_blocks[:, None] + columns, first_blocks[:, None])
-        blocks = step.block_tables[rows[:, None], columns]
-        starts, contexts = first_blocks * self.block_size, step.context_lens[rows]
-        num_keys = int((contexts - starts).max())
-        keys = starts[:, None] + np.arange(num_keys)
+        chosen = np.where(columns < num_blocks[:, None], first_blocks[:, None] + columns, first_blocks[:, None])
+        blocks = step.block_tables[members[:, None], chosen]
+        starts, contexts = first_blocks * self.block_size, step.context_lens[members]
+        # Keys up to the end of the last block, since a part of a matrix would be copied.
+        keys = starts[:, None] + np.arange(len(columns) * self.block_size)
         is_visible = _is_visible(contexts[:, None] - 1, keys, window)
-        mask = None if is_visible.all() else self._mask(is_visible)[:, None, None, :]
-        return DecodeGroup(self._indices(step.query_starts[rows]), self._head_blocks(blocks), mask, num_keys)
+        mask = None if is_visible.all() else self._mask(is_visible.repeat(self._shape.num_kv_heads, axis=0))[:, None]
+        return DecodeGroup(part.start, part.stop, self._head_blocks(blocks), mask, len(columns))
 
     def _prefill_row(self, step: StepPlan, row: int, first_block: int, window: int | None) -> PrefillRow:
         start, stop, context_len = int(step.query_starts[row]), int(step.query_starts[row + 1]), int(step.context_lens[row])
         keys = np.arange(first_block * self.block_size, context_len)
         queries = np.arange(context_len - (stop - start), context_len)
-        nothing_before = len(queries) == context_len and (window is None or window >= context_len)
-        mask = None if nothing_before else self._mask(_is_visible(queries[:, None], keys, window))
+        is_new = len(queries) == context_len
+        needs_mask = not (is_new or self._kernels.knows_order) or (window is not None and window < context_len)
+        mask = self._mask(_is_visible(queries[:, None], keys, window)) if needs_mask else None
         blocks = step.block_tables[row, first_block : -(-context_len // self.block_size)]
-        return PrefillRow(start, stop, self._head_blocks(blocks[None]), mask, len(keys))
+        return PrefillRow(start, stop, self._head_blocks(blocks[None]), mask, len(blocks), len(keys), is_new)
 
     def _head_blocks(self, blocks: np.ndarray) -> torch.Tensor:
         """Block ids [R, B] -> int64 [R * kv_heads * B], head by head."""
