@@ -102,7 +102,7 @@ class Decoder:
         for index, layer in enumerate(self._layers):
             qkv = layer.qkv(self._normed(hidden, layer.input_norm)).view(-1, num_q + 2 * num_kv, head_dim)
             if layer.query_norm is None or layer.key_norm is None:
-                query, key = rotate(qkv[:, : num_q + num_kv], rotations).split((num_q, num_kv), dim=1)
+                query, key = rotate(qkv[:, : num_q + num_kv], rotations).split_with_sizes((num_q, num_kv), dim=1)
             else:
                 query = rotate(self._normed(qkv[:, :num_q], layer.query_norm), rotations)
                 key = rotate(self._normed(qkv[:, num_q : num_q + num_kv], layer.key_norm), rotations)

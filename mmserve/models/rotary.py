@@ -147,7 +147,7 @@ class Rotary:
 
 def rotate(heads: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
     """[T, heads, D] -> the same, each pair of elements turned by its angle: one complex product."""
-    pairs = torch.view_as_complex(heads.float().unflatten(-1, (-1, 2)))
+    pairs = torch.view_as_complex(heads.float().view(*heads.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * rotations).flatten(-2).to(heads.dtype)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +16,13 @@ from mmserve.plan import BlockCopy, StepPlan
 _GATHER_BYTES = 2 * 2**20  # of keys gathered at once: what stays in a core's cache until it is used
 
 
+class Gathered(NamedTuple):
+    """Where the blocks of a group or a row are brought together, keys or values; the next one's come to the same place."""
+
+    blocks: torch.Tensor  # [R * kv_heads * B, block_size * D]
+    matrices: torch.Tensor  # [R * kv_heads, B * block_size, D], the same memory
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
     """Rows of one query each that are attended together, each over the keys from the first block it sees."""
@@ -23,7 +31,8 @@ class DecodeGroup:
     stop: int
     blocks: torch.Tensor  # int64 [R * kv_heads * B], a block of one head each
     mask: torch.Tensor | None  # [R * kv_heads, 1, num_keys]: 0 where the row sees the key, else -inf; None if all see all
-    num_blocks: int  # B, of the row with the most
+    keys: Gathered
+    values: Gathered
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +43,8 @@ class PrefillRow:
     stop: int
     blocks: torch.Tensor  # int64 [kv_heads * B], no padding
     mask: torch.Tensor | None  # [queries, num_keys]: 0 where the query sees the key, else -inf; None: all up to its own
-    num_blocks: int
+    keys: Gathered
+    values: Gathered
     num_keys: int
     is_new: bool  # nothing came before
 
@@ -113,9 +123,9 @@ class TorchAttention:
 
     def _decode(self, layer: int, query: torch.Tensor, groups: Sequence[DecodeGroup], output: torch.Tensor) -> None:
         for group in groups:
+            self._gather(layer, group)
             rows = slice(group.start, group.stop)
-            keys, values = self._gather(layer, group.blocks, group.num_blocks)
-            self._kernels.decodes(query[rows], keys, values, group.mask, output[rows])
+            self._kernels.decodes(query[rows], group.keys.matrices, group.values.matrices, group.mask, output[rows])
 
     def _prefill(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: PrefillRow, output: torch.Tensor
@@ -123,21 +133,14 @@ class TorchAttention:
         if row.is_new:
             keys, values = key.transpose(0, 1), value.transpose(0, 1)
         else:
-            keys, values = (part[:, : row.num_keys] for part in self._gather(layer, row.blocks, row.num_blocks))
+            self._gather(layer, row)
+            keys, values = row.keys.matrices[:, : row.num_keys], row.values.matrices[:, : row.num_keys]
         self._kernels.prefill(query, keys, values, row.mask, output)
 
-    def _gather(self, layer: int, blocks: torch.Tensor, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """[R * kv_heads, num_keys, D] twice, in buffers that the next call overwrites."""
-        shape = self._shape
-        views = []
-        wanted = blocks.numel() * shape.block_size * shape.head_dim
-        for i, pool in enumerate(self._blocks[layer]):
-            if self._gathered[i].numel() < wanted:
-                self._gathered[i] = torch.empty(wanted, device=shape.device, dtype=shape.dtype)
-            target = self._gathered[i][:wanted].view(blocks.numel(), -1)
-            torch.index_select(pool, 0, blocks, out=target)
-            views.append(target.view(-1, num_blocks * shape.block_size, shape.head_dim))
-        return views[0], views[1]
+    def _gather(self, layer: int, rows: DecodeGroup | PrefillRow) -> None:
+        keys, values = self._blocks[layer]
+        torch.index_select(keys, 0, rows.blocks, out=rows.keys.blocks)
+        torch.index_select(values, 0, rows.blocks, out=rows.values.blocks)
 
     def _sight(self, step: StepPlan, window: int | None) -> Sight:
         counts = np.diff(step.query_starts)
@@ -182,7 +185,7 @@ class TorchAttention:
         keys = starts[:, None] + np.arange(len(columns) * self.block_size)
         is_visible = _is_visible(contexts[:, None] - 1, keys, window)
         mask = None if is_visible.all() else self._mask(is_visible.repeat(self._shape.num_kv_heads, axis=0))[:, None]
-        return DecodeGroup(part.start, part.stop, self._head_blocks(blocks), mask, len(columns))
+        return DecodeGroup(part.start, part.stop, self._head_blocks(blocks), mask, *self._places_to_gather(blocks))
 
     def _prefill_row(self, step: StepPlan, row: int, first_block: int, window: int | None) -> PrefillRow:
         start, stop, context_len = int(step.query_starts[row]), int(step.query_starts[row + 1]), int(step.context_lens[row])
@@ -191,8 +194,22 @@ class TorchAttention:
         is_new = len(queries) == context_len
         needs_mask = not (is_new or self._kernels.knows_order) or (window is not None and window < context_len)
         mask = self._mask(_is_visible(queries[:, None], keys, window)) if needs_mask else None
-        blocks = step.block_tables[row, first_block : -(-context_len // self.block_size)]
-        return PrefillRow(start, stop, self._head_blocks(blocks[None]), mask, len(blocks), len(keys), is_new)
+        blocks = step.block_tables[row : row + 1, first_block : -(-context_len // self.block_size)]
+        return PrefillRow(start, stop, self._head_blocks(blocks), mask, *self._places_to_gather(blocks), len(keys), is_new)
+
+    def _places_to_gather(self, blocks: np.ndarray) -> tuple[Gathered, Gathered]:
+        """For keys and values of block ids [R, B].  Made once a step: at one row, making views is a good part of it."""
+        shape = self._shape
+        num_blocks = blocks.size * shape.num_kv_heads
+        wanted = num_blocks * shape.block_size * shape.head_dim
+        places = []
+        for i, buffer in enumerate(self._gathered):
+            if buffer.numel() < wanted:
+                self._gathered[i] = torch.empty(wanted, device=shape.device, dtype=shape.dtype)
+            target = self._gathered[i][:wanted]
+            matrices = target.view(len(blocks) * shape.num_kv_heads, -1, shape.head_dim)
+            places.append(Gathered(target.view(num_blocks, -1), matrices))
+        return places[0], places[1]
 
     def _head_blocks(self, blocks: np.ndarray) -> torch.Tensor:
         """Block ids [R, B] -> int64 [R * kv_heads * B], head by head."""
