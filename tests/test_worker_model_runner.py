@@ -248,7 +248,7 @@ def test_recorded_steps_give_the_tokens_of_eager_ones(directory: Path, buffer: S
 
 def test_a_warm_up_that_is_not_finite_refuses_to_start(directory: Path, buffer: SharedBuffer) -> None:
     runner = ModelRunner(spec(directory), buffer.memory)
-    runner._decoder._norm.fill_(float("nan"))
+    runner._decoder._norm._weight.fill_(float("nan"))
     with pytest.raises(RuntimeError, match="warm-up"):
         runner.warm_up()
 

@@ -17,6 +17,7 @@ from mmserve.models.attention import AttentionBackend, P
 from mmserve.models.decoder_config import DecoderConfig, parse_config, read_config
 from mmserve.models.decoder_layer import load_layer
 from mmserve.models.linear import LinearMaker, compute_dtype
+from mmserve.models.norm import RmsNorm
 from mmserve.models.parallel import WHOLE, Shard
 from mmserve.models.rotary import Rotary, rotate
 from mmserve.models.weights import META, Checkpoint
@@ -56,7 +57,7 @@ class Decoder:
         else:
             self._head = make_linear(checkpoint.take("lm_head.weight", *vocabulary, shard=shard))
         self._layers = [load_layer(config, checkpoint, i, shard, make_linear) for i in range(config.num_layers)]
-        self._norm = checkpoint.take("model.norm.weight", config.hidden_size).to(self.dtype)
+        self._norm = RmsNorm(checkpoint.take("model.norm.weight", config.hidden_size).to(self.dtype), config.rms_norm_eps)
         self._rotary = Rotary(config.rope, config.head_dim, self.device)
 
     @classmethod
@@ -100,17 +101,17 @@ class Decoder:
         num_q, num_kv, head_dim = self.num_local_heads, self.num_local_kv_heads, self.config.head_dim
         rotations = self._rotary.rotations(positions)
         for index, layer in enumerate(self._layers):
-            qkv = layer.qkv(self._normed(hidden, layer.input_norm)).view(-1, num_q + 2 * num_kv, head_dim)
+            qkv = layer.qkv(layer.input_norm(hidden)).view(-1, num_q + 2 * num_kv, head_dim)
             if layer.query_norm is None or layer.key_norm is None:
                 query, key = rotate(qkv[:, : num_q + num_kv], rotations).split_with_sizes((num_q, num_kv), dim=1)
             else:
-                query = rotate(self._normed(qkv[:, :num_q], layer.query_norm), rotations)
-                key = rotate(self._normed(qkv[:, num_q : num_q + num_kv], layer.key_norm), rotations)
+                query = rotate(layer.query_norm(qkv[:, :num_q]), rotations)
+                key = rotate(layer.key_norm(qkv[:, num_q : num_q + num_kv]), rotations)
             attended = attention.forward(index, query, key, qkv[:, num_q + num_kv :], plan)
             hidden = hidden + self._shard.sum(layer.out(attended))
-            gate, up = layer.gate_up(self._normed(hidden, layer.post_norm)).chunk(2, dim=-1)
+            gate, up = layer.gate_up(layer.post_norm(hidden)).chunk(2, dim=-1)
             hidden = hidden + self._shard.sum(layer.down(F.silu(gate).mul_(up)))
-        return self._normed(hidden, self._norm)
+        return self._norm(hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, H] -> float32 [R, V]"""
@@ -119,6 +120,3 @@ class Decoder:
             return columns
         missing = self._shard.width(self.config.vocab_size) - columns.shape[1]
         return self._shard.join(F.pad(columns, (0, missing)), self.config.vocab_size)
-
-    def _normed(self, values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(values, weight.shape, weight, self.config.rms_norm_eps)

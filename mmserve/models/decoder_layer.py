@@ -11,6 +11,7 @@ import torch
 
 from mmserve.models.decoder_config import DecoderConfig
 from mmserve.models.linear import Linear, LinearMaker
+from mmserve.models.norm import RmsNorm
 from mmserve.models.parallel import Shard
 from mmserve.models.rotary import pairs_of_halves
 from mmserve.models.weights import Checkpoint
@@ -18,12 +19,12 @@ from mmserve.models.weights import Checkpoint
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    input_norm: torch.Tensor
+    input_norm: RmsNorm
     qkv: Linear
-    query_norm: torch.Tensor | None  # [D], in the order of rotated pairs
-    key_norm: torch.Tensor | None
+    query_norm: RmsNorm | None  # over a head, its weight in the order of rotated pairs
+    key_norm: RmsNorm | None
     out: Linear  # of this rank's heads: the ranks' results are to be summed
-    post_norm: torch.Tensor
+    post_norm: RmsNorm
     gate_up: Linear
     down: Linear  # likewise
 
@@ -57,17 +58,17 @@ class _LayerReader:
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, device=self.checkpoint.device, dtype=self.checkpoint.dtype)
 
-    def _norm(self, name: str) -> torch.Tensor:
-        return self._widened(self.checkpoint.take(f"{self.prefix}{name}.weight", self.config.hidden_size))
+    def _norm(self, name: str) -> RmsNorm:
+        return self._rms_norm(self.checkpoint.take(f"{self.prefix}{name}.weight", self.config.hidden_size))
 
-    def _widened(self, norm: torch.Tensor) -> torch.Tensor:
-        return norm.to(self.make_linear.computes_in)
+    def _rms_norm(self, weight: torch.Tensor) -> RmsNorm:
+        return RmsNorm(weight.to(self.make_linear.computes_in), self.config.rms_norm_eps)
 
-    def _head_norm(self, name: str) -> torch.Tensor:
-        norm = self._empty(self.config.head_dim)
-        halves = pairs_of_halves(norm, self.config.head_dim)
+    def _head_norm(self, name: str) -> RmsNorm:
+        weight = self._empty(self.config.head_dim)
+        halves = pairs_of_halves(weight, self.config.head_dim)
         self.checkpoint.fill(halves, f"{self.prefix}self_attn.{name}.weight", self.config.head_dim)
-        return self._widened(norm)
+        return self._rms_norm(weight)
 
     def _qkv(self, kind: str, *columns: int) -> torch.Tensor:
         config, prefix = self.config, f"{self.prefix}self_attn."
