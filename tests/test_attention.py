@@ -35,6 +35,13 @@ def by_products(shape: AttentionShape) -> TorchAttention:
     return backend
 
 
+def by_gathered_products(shape: AttentionShape) -> TorchAttention:
+    """As there with many query heads to a key head."""
+    backend = by_products(shape)
+    backend._kernels.max_in_place = 0
+    return backend
+
+
 def by_fused_kernel(shape: AttentionShape) -> TorchAttention:
     """As everywhere else."""
     backend = TorchAttention(shape)
@@ -47,6 +54,7 @@ BACKENDS = {
     "torch bf16, blocks of 256": (by_fused_kernel, torch.bfloat16, 256),
     "products fp32, blocks of 16": (by_products, torch.float32, 16),
     "products bf16, blocks of 256": (by_products, torch.bfloat16, 256),
+    "products bf16, values gathered": (by_gathered_products, torch.bfloat16, 16),
     "flash bf16": (FlashAttention, torch.bfloat16, 256),
     "flash fp16, blocks of 512": (FlashAttention, torch.float16, 512),
 }

@@ -6,7 +6,7 @@ small for oneDNN to be quick at.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +17,16 @@ _NUM_QUERIES = 96  # of a prompt, multiplied at once: the part of their own keys
 _NUM_SCORES = 2**21  # at once: what stays in cache and what the allocator keeps, so that the next piece meets no page faults
 
 
+class Bags(NamedTuple):
+    """Which values the queries of several rows see."""
+
+    places: torch.Tensor  # int64 [R * heads * num_keys], rows of a table of values
+    starts: torch.Tensor  # int64 [R * heads], where each query's begin
+
+
 class AttentionKernels(Protocol):
     knows_order: bool  # whether a prefill without a mask may have more keys than queries
+    max_in_place: int  # query heads of a key head, up to which `decodes_in_place` is quicker than `decodes`
 
     def decodes(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, output: torch.Tensor
@@ -49,6 +57,7 @@ class FusedKernels:
     """PyTorch's own."""
 
     knows_order = False
+    max_in_place = 0
 
     def decodes(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, output: torch.Tensor
@@ -75,12 +84,13 @@ class ProductKernels:
     """Scores are rounded to bfloat16, as they are in the eager attention of transformers; their softmax is taken in float32."""
 
     knows_order = True
+    max_in_place = 4
 
     def decodes(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, output: torch.Tensor
     ) -> None:
-        folded = query.reshape(len(keys), -1, query.shape[-1])
-        torch.bmm(_scores(folded, keys, mask).softmax(-1), values, out=output.view(folded.shape))
+        weights = _weights(query, keys, mask)
+        torch.bmm(weights, values, out=output.view(*weights.shape[:2], -1))
 
     def prefill(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, output: torch.Tensor
@@ -102,6 +112,20 @@ class ProductKernels:
                 by_query.add_(mask[start:stop, None, :seen])
             attended = torch.bmm(scores.softmax(-1), values[:, :seen])
             grouped[start:stop] = attended.view(rows.shape).transpose(0, 1)
+
+
+def decodes_in_place(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bags: Bags, mask: torch.Tensor | None, output: torch.Tensor
+) -> None:
+    """`ProductKernels.decodes` over values that stay where they are, in a table [N, D]: a weighted sum of a table's rows is a bag."""
+    weights = _weights(query, keys, mask).view(-1)
+    attended, *_ = torch.embedding_bag(values, bags.places, bags.starts, per_sample_weights=weights)
+    output.copy_(attended.view(output.shape))
+
+
+def _weights(query: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Of one query a row [R, heads, D] -> [R * kv_heads, heads / kv_heads, num_keys]"""
+    return _scores(query.reshape(len(keys), -1, query.shape[-1]), keys, mask).softmax(-1)
 
 
 def _scores(queries: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:

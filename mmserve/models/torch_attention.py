@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from mmserve.models.attention import AttentionShape, zero_pools
-from mmserve.models.attention_kernels import kernels_for
+from mmserve.models.attention_kernels import Bags, decodes_in_place, kernels_for
 from mmserve.plan import BlockCopy, StepPlan
 
 _GATHER_BYTES = 2 * 2**20  # of keys gathered at once: what stays in a core's cache until it is used
@@ -33,6 +33,7 @@ class DecodeGroup:
     mask: torch.Tensor | None  # [R * kv_heads, 1, num_keys]: 0 where the row sees the key, else -inf; None if all see all
     keys: Gathered
     values: Gathered
+    bags: Bags | None  # None: values are to be gathered, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +123,16 @@ class TorchAttention:
         return output.flatten(1)
 
     def _decode(self, layer: int, query: torch.Tensor, groups: Sequence[DecodeGroup], output: torch.Tensor) -> None:
+        keys, values = self._blocks[layer]
         for group in groups:
-            self._gather(layer, group)
             rows = slice(group.start, group.stop)
-            self._kernels.decodes(query[rows], group.keys.matrices, group.values.matrices, group.mask, output[rows])
+            torch.index_select(keys, 0, group.blocks, out=group.keys.blocks)
+            if group.bags is not None:
+                table = self._places[layer][1]
+                decodes_in_place(query[rows], group.keys.matrices, table, group.bags, group.mask, output[rows])
+            else:
+                torch.index_select(values, 0, group.blocks, out=group.values.blocks)
+                self._kernels.decodes(query[rows], group.keys.matrices, group.values.matrices, group.mask, output[rows])
 
     def _prefill(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: PrefillRow, output: torch.Tensor
@@ -133,14 +140,10 @@ class TorchAttention:
         if row.is_new:
             keys, values = key.transpose(0, 1), value.transpose(0, 1)
         else:
-            self._gather(layer, row)
+            for pool, gathered in zip(self._blocks[layer], (row.keys, row.values), strict=True):
+                torch.index_select(pool, 0, row.blocks, out=gathered.blocks)
             keys, values = row.keys.matrices[:, : row.num_keys], row.values.matrices[:, : row.num_keys]
         self._kernels.prefill(query, keys, values, row.mask, output)
-
-    def _gather(self, layer: int, rows: DecodeGroup | PrefillRow) -> None:
-        keys, values = self._blocks[layer]
-        torch.index_select(keys, 0, rows.blocks, out=rows.keys.blocks)
-        torch.index_select(values, 0, rows.blocks, out=rows.values.blocks)
 
     def _sight(self, step: StepPlan, window: int | None) -> Sight:
         counts = np.diff(step.query_starts)
@@ -185,7 +188,7 @@ class TorchAttention:
         keys = starts[:, None] + np.arange(len(columns) * self.block_size)
         is_visible = _is_visible(contexts[:, None] - 1, keys, window)
         mask = None if is_visible.all() else self._mask(is_visible.repeat(self._shape.num_kv_heads, axis=0))[:, None]
-        return DecodeGroup(part.start, part.stop, self._head_blocks(blocks), mask, *self._places_to_gather(blocks))
+        return DecodeGroup(part.start, part.stop, self._head_blocks(blocks), mask, *self._places_to_gather(blocks), self._bags(blocks))
 
     def _prefill_row(self, step: StepPlan, row: int, first_block: int, window: int | None) -> PrefillRow:
         start, stop, context_len = int(step.query_starts[row]), int(step.query_starts[row + 1]), int(step.context_lens[row])
@@ -196,6 +199,18 @@ class TorchAttention:
         mask = self._mask(_is_visible(queries[:, None], keys, window)) if needs_mask else None
         blocks = step.block_tables[row : row + 1, first_block : -(-context_len // self.block_size)]
         return PrefillRow(start, stop, self._head_blocks(blocks), mask, *self._places_to_gather(blocks), len(keys), is_new)
+
+    def _bags(self, blocks: np.ndarray) -> Bags | None:
+        shape = self._shape
+        num_shared = shape.num_heads // shape.num_kv_heads
+        if num_shared > self._kernels.max_in_place:
+            return None
+        heads = np.arange(shape.num_kv_heads)[:, None]
+        first_places = (heads * self.num_blocks + blocks[:, None].astype(np.int64)) * shape.block_size  # [R, kv_heads, B]
+        places = first_places[:, :, None, :, None] + np.arange(shape.block_size)
+        num_keys = blocks.shape[1] * shape.block_size
+        repeated = np.broadcast_to(places, (*first_places.shape[:2], num_shared, *places.shape[3:])).reshape(-1)
+        return Bags(self._indices(repeated), self._indices(np.arange(0, len(repeated), num_keys)))
 
     def _places_to_gather(self, blocks: np.ndarray) -> tuple[Gathered, Gathered]:
         """For keys and values of block ids [R, B].  Made once a step: at one row, making views is a good part of it."""
