@@ -19,6 +19,8 @@ from typing import Any
 from mmserve.errors import MmserveError
 from mmserve.media import MediaLimits
 
+GPU_TPOT_TARGET_MS = 35.0
+CPU_TPOT_TARGET_MS = 1000.0
 GPU_QUEUE_WAIT_S = 0.3  # leaves time for an encode and a prefill before a first token is late
 FLASH_BLOCK_SIZE = 256  # what flash-attn 2 reads by one table look-up
 TORCH_BLOCK_SIZE = 16  # the stride of the prefix cache's hashes: the least waste
@@ -66,7 +68,9 @@ class SchedulerConfig:
     max_model_len: int | None = option(None, "tokens of prompt and answer together; the model's own limit by default")
     max_num_seqs: int = option(128, "sequences in one step")
     max_num_batched_tokens: int = option(1024, "tokens in one step: prefill is cut into chunks of at most this")
-    tpot_target_ms: float = option(35.0, "time per output token: beside running answers, prefill is cut so that steps take no longer")
+    tpot_target_ms: float | None = option(
+        None, "time per output token: beside running answers, prefill is cut so that steps take no longer; 35 on GPUs, 1000 on the CPU"
+    )
     block_size: int = option(0, "tokens in a physical KV block; 0: what the attention takes, 256 with flash-attn and 16 without")
     kv_cache_memory_bytes: int = option(512 * 2**20, "KV cache on the CPU, per decoder worker")
     gpu_memory_utilization: float = option(0.9, "share of a GPU's memory for weights, activations and KV cache")
@@ -184,6 +188,11 @@ def is_simulated(device: str) -> bool:
 def worker_module(device: str) -> str:
     """Where the entry points of this device's worker processes are."""
     return "mmserve.sim.workers" if is_simulated(device) else "mmserve.worker.main"
+
+
+def tpot_target_ms(wanted: float | None, device: str) -> float:
+    """On a CPU small pieces of prompts cost a fifth of the throughput, and a decode step alone may take longer than a GPU's target."""
+    return wanted if wanted is not None else CPU_TPOT_TARGET_MS if device == "cpu" else GPU_TPOT_TARGET_MS
 
 
 def max_queue_wait_s(wanted: float | None, device: str) -> float:

@@ -18,7 +18,7 @@ from typing import Self
 
 from mmserve.active_request import ActiveRequest, Choice, new_choice, record_timings, take_token
 from mmserve.composition import load_composition
-from mmserve.config import Config, ConfigError, device_names, is_simulated, kv_block_size, max_queue_wait_s, replica_devices
+from mmserve.config import Config, ConfigError, device_names, is_simulated, kv_block_size, max_queue_wait_s, replica_devices, tpot_target_ms
 from mmserve.decoder_group import DecoderGroup
 from mmserve.encoders.embedding_cache import CacheEvent
 from mmserve.errors import MmserveError, Overloaded
@@ -417,7 +417,12 @@ class AsyncEngine:
         return DecoderGroup(
             tuple(tuple(map(spec, ranks)) for ranks in replicas),
             buffer.memory,
-            SchedulerLimits(self.max_model_len, scheduler.max_num_seqs, scheduler.max_num_batched_tokens, scheduler.tpot_target_ms),
+            SchedulerLimits(
+                self.max_model_len,
+                scheduler.max_num_seqs,
+                scheduler.max_num_batched_tokens,
+                tpot_target_ms(scheduler.tpot_target_ms, device),
+            ),
             self._media.cache,
             self.metrics,
             queue=QueueLimits(scheduler.max_num_queued_reqs, max_queue_wait_s(scheduler.max_queue_wait_s, device)),

@@ -75,7 +75,7 @@ class Worker:
         try:
             for rank, args in enumerate(args_of_ranks):
                 name = f"mmserve-{role}" if len(args_of_ranks) == 1 else f"mmserve-{role}-rank-{rank}"
-                started.append(start_child(target, args, name=name))
+                started.append(start_child(target, args, name=name, is_large=True))
             return cls(role, [process for process, _ in started], [await Channel.open(end) for _, end in started])
         except BaseException:
             for process, end in started:

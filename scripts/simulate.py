@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mmserve.config import GPU_QUEUE_WAIT_S, SchedulerConfig
+from mmserve.config import GPU_QUEUE_WAIT_S, GPU_TPOT_TARGET_MS, SchedulerConfig
 from mmserve.scheduler.admission import QueueLimits
 from mmserve.scheduler.scheduler import SchedulerLimits
 from mmserve.sim.hardware import CARDS
@@ -46,7 +46,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--max-num-batched-tokens", type=int, default=DEFAULTS.max_num_batched_tokens)
     parser.add_argument("--max-num-queued-reqs", type=int, default=DEFAULTS.max_num_queued_reqs)
     parser.add_argument("--max-queue-wait-s", type=float, default=GPU_QUEUE_WAIT_S)
-    parser.add_argument("--tpot-target-ms", type=float, default=DEFAULTS.tpot_target_ms)
+    parser.add_argument("--tpot-target-ms", type=float, default=GPU_TPOT_TARGET_MS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plot", type=Path, metavar="FILE.png")
     return parser.parse_args()
