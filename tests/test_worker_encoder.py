@@ -137,7 +137,7 @@ def test_a_tower_computes_in_half_precision_only_where_the_cpu_does(
         dtypes.append(dtype)
         return FakeTower()
 
-    monkeypatch.setattr(linear, "_has_arithmetic", lambda dtype: has_arithmetic)
+    monkeypatch.setattr(linear, "has_arithmetic", lambda dtype: has_arithmetic)
     monkeypatch.setattr(encoder_worker, "_load_tower", load)
     start_encoder(EncoderWorkerSpec(MediaKind.IMAGE, {"small": object()}, "cpu", "bfloat16", 1, 8), buffer.memory)
     assert dtypes == [computed_in]
