@@ -20,6 +20,7 @@ from mmserve.media import AudioHeader, MediaLimits
 
 ACCEPTED = "WAV, FLAC, OGG (Vorbis or Opus), MP3"
 BLOCK_FRAMES = 65_536
+_UNKNOWN_FRAMES = 2**63 - 1  # libsndfile's word for a FLAC that was written into a pipe
 
 _FORMATS = {"wav": {"WAV", "WAVEX", "RF64"}, "flac": {"FLAC"}, "ogg": {"OGG"}, "mp3": {"MP3"}}
 _SUBTYPES = {
@@ -101,6 +102,13 @@ def sniff(data: bytes) -> str | None:
     return None
 
 
+class _StraightOn(soundfile.SoundFile):  # type: ignore[misc]
+    """After each read the library seeks to where it is, which fails at the end of a stream that doesn't say where that is."""
+
+    def seekable(self) -> bool:
+        return self.frames != _UNKNOWN_FRAMES and bool(super().seekable())
+
+
 @contextmanager
 def _open(data: bytes, param: str | None) -> Iterator[tuple[str, soundfile.SoundFile]]:
     name = sniff(data)
@@ -109,7 +117,7 @@ def _open(data: bytes, param: str | None) -> Iterator[tuple[str, soundfile.Sound
     if name not in _FORMATS:
         raise _unsupported(name, param)
     try:
-        file = soundfile.SoundFile(io.BytesIO(with_true_length(data) if name == "mp3" else data))
+        file = _StraightOn(io.BytesIO(with_true_length(data) if name == "mp3" else data))
     except (soundfile.SoundFileError, RuntimeError, ValueError, TypeError):
         raise UndecodableMedia("the clip can't be decoded: it is damaged or cut off", param=param) from None
     with file:
