@@ -15,13 +15,14 @@ from mmserve.errors import BadRequest, UnsupportedMedia
 
 MAX_DEPTH = 32
 MAX_VALUES = 500_000  # a body of 32 MiB could hold ten million empty lists, at 56 bytes each
+_FEW = 1_000
 _MAX_DIGITS = 40  # of an integer: beyond any field's range, and below what makes int() slow
 _CHARSET = re.compile(r';\s*charset\s*=\s*"?([^\s";]+)', re.IGNORECASE)
 
 
 def parse_object(data: bytes, *, what: str = "the body") -> dict[str, object]:
     """The one JSON object in `data`.  Raises BadRequest and nothing else, whatever the bytes."""
-    if len(data) > MAX_VALUES and sum(data.count(mark) for mark in (b",", b"[", b"{")) > MAX_VALUES:
+    if len(data) > MAX_VALUES and sum(_count(data, mark) for mark in (b",", b"[", b"{")) > MAX_VALUES:
         raise BadRequest(f"{what} has more than {MAX_VALUES} values")
     try:
         text = data.decode("utf-8")
@@ -55,6 +56,16 @@ def kind_of(value: object) -> str:
         return "null"
     names = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list", dict: "an object"}
     return names[type(value)]
+
+
+def _count(data: bytes, mark: bytes) -> int:
+    """As `data.count(mark)`, and in no time where there are few: the search for the next one leaps over a picture's base64."""
+    num_found, position = 0, data.find(mark)
+    while position >= 0:
+        if num_found == _FEW:
+            return num_found + data.count(mark, position)
+        num_found, position = num_found + 1, data.find(mark, position + 1)
+    return num_found
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
