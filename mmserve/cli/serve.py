@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import ctypes
 import logging
 import signal
 import sys
@@ -24,6 +25,7 @@ from mmserve.gateway.server import LINGER_S, Gateway
 _log = logging.getLogger(__name__)
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 _START_EXIT_S = 4.0  # how long a half-started engine gets to stop
+_MALLOPT = {-3: 32 * 2**20, -1: 64 * 2**20}  # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD (mallopt(3)), bytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
         logging.basicConfig(
             level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
         )
+        _keep_large_buffers()
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(_main(config, console))
     except ConfigError as error:
@@ -122,6 +125,14 @@ class _Signals:
             self._hurry()
         else:
             self._first.set_result(number)
+
+
+def _keep_large_buffers() -> None:
+    """Bodies of megabytes come and go.  glibc gives such memory back at once, and its pages are faulted in again for the next."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:  # other C libraries have their own ways
+        for option, num_bytes in _MALLOPT.items():
+            mallopt(option, num_bytes)
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
