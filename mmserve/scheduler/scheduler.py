@@ -30,6 +30,7 @@ from mmserve.scheduler.records import Records
 from mmserve.scheduler.sequence import RowsOf, Sequence, Status
 from mmserve.scheduler.step_budget import PrefillRoom, StepBudget
 
+STEP_SHARE = 0.98  # of the target that steps aim at: predictions are as often too low as too high
 MAX_STEPS_IN_FLIGHT = 2  # one that runs, and the one that a worker takes up without waiting for us
 
 
@@ -83,7 +84,7 @@ class Scheduler:
         self._costs = records.costs
         self._usage = records.usage
         self._drain = records.drain
-        self._tpot_target_ms = limits.tpot_target_ms
+        self._step_ms = STEP_SHARE * limits.tpot_target_ms  # with decodes in it
         self._budget = StepBudget(limits.max_num_batched_tokens, limits.max_num_seqs)
         self._reserve = KVReserve(kv.num_blocks, kv.block_size)
         self._max_num_stalled = limits.max_num_seqs // 4  # the share of the running set that may wait for media
@@ -280,7 +281,7 @@ class Scheduler:
     def _room_beside(self, decodes: list[Row]) -> PrefillRoom:
         """What a step may hold besides these single-token rows.  Where nobody waits for the next token, a step may take its time."""
         decode_ms = self._costs.step_ms(shape_of((row.start, row.stop) for row in decodes))
-        ms = self._tpot_target_ms - decode_ms if decodes else math.inf
+        ms = self._step_ms - decode_ms if decodes else math.inf
         return PrefillRoom(self._costs, self._budget.num_tokens - len(decodes), ms)
 
     def _add_row(self, rows: list[Row], room: PrefillRoom, sequence: Sequence) -> None:
