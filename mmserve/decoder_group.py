@@ -72,11 +72,11 @@ class DecoderGroup:
         for rendezvous in self._rendezvous:
             rendezvous.close()
 
-    def check(self, num_prompt: int, max_tokens: int | None, num_sequences: int, tenant: str) -> int:
+    def check(self, num_prompt: int, max_tokens: int | None, num_sequences: int, tenant: str, *, has_media: bool) -> int:
         """Most tokens, prompt and answer, that each sequence may reach.  Raises the error of whatever limit it would break."""
         if not self._replicas.was_ready or (not self._replicas and all(supervisor.broken for supervisor in self.supervisors)):
             raise Overloaded(f"the {self.name} decoder is starting again", retry_after_s=5.0)
-        return self._replicas.check(num_prompt, max_tokens, num_sequences, tenant, num_held=len(self._held))
+        return self._replicas.check(num_prompt, max_tokens, num_sequences, tenant, has_media=has_media, num_held=len(self._held))
 
     def retry_after_s(self, num_queued: int) -> float:
         """When `num_queued` sequences will have begun, at the rate of late."""

@@ -182,7 +182,9 @@ class AsyncEngine:
             pieces = self.tokenizers[choice.model].pieces(request)
         fused = fuse(pieces, {id(item.item): item for item in media})
         sampling = request.sampling
-        max_total_tokens = self._groups[choice.model].check(len(fused.token_ids), sampling.max_tokens, sampling.n, request.tenant)
+        max_total_tokens = self._groups[choice.model].check(
+            len(fused.token_ids), sampling.max_tokens, sampling.n, request.tenant, has_media=bool(fused.spans)
+        )
         num_bytes = self._media.num_bytes(media, choice.model)
         await self._media.room.take(num_bytes)
         active = self._activate(request, routed, choice, media, fused, max_total_tokens, num_bytes, arrival_s, recorded)

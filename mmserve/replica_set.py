@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from mmserve.plan import DecoderReady
 from mmserve.replica import Replica
 from mmserve.scheduler.admission import Admission, QueueLimits
-from mmserve.scheduler.placement import Candidate, place
+from mmserve.scheduler.placement import place
 from mmserve.scheduler.records import Records
 from mmserve.scheduler.sequence import Sequence
 
@@ -46,12 +46,24 @@ class ReplicaSet:
     def remove(self, replica: Replica) -> None:
         self._replicas.remove(replica)
 
-    def check(self, num_prompt: int, max_tokens: int | None, num_sequences: int, tenant: str, *, num_held: int = 0) -> int:
+    def check(
+        self, num_prompt: int, max_tokens: int | None, num_sequences: int, tenant: str, *, has_media: bool = True, num_held: int = 0
+    ) -> int:
         """Most tokens, prompt and answer, that each sequence may reach, while `num_held` wait elsewhere.  Raises as Admission.check."""
         assert self._admission is not None
-        return self._admission.check(num_prompt, max_tokens, num_sequences, tenant, num_held + self.num_waiting, self._now_s())
+        now_s = self._now_s()
+        num_before = sum(each.scheduler.num_before(num_prompt, tenant, now_s, has_media=has_media) for each in self._replicas)
+        return self._admission.check(
+            num_prompt,
+            max_tokens,
+            num_sequences,
+            tenant,
+            num_held + self.num_waiting,
+            now_s,
+            num_before=num_held + num_before,
+            has_media=has_media,
+        )
 
     def place(self, sequence: Sequence) -> Replica:
         """The replica that should take it; there must be one."""
-        schedulers = [replica.scheduler for replica in self._replicas]
-        return self._replicas[place([Candidate(each.saved_ms(sequence), each.pending_ms) for each in schedulers])]
+        return self._replicas[place([replica.scheduler.candidate(sequence) for replica in self._replicas])]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 from mmserve.errors import BadRequest, ContextLengthExceeded, MmserveError, Overloaded, TooLarge
 from mmserve.scheduler.admission import Admission, QueueLimits
+from mmserve.scheduler.crowd import MEDIA_HASTE, MIN_MEDIA_HASTE
 from mmserve.scheduler.drain_rate import DrainRate
 from mmserve.scheduler.placement import Candidate, place
 from mmserve.scheduler.records import Records
@@ -65,24 +68,64 @@ def test_a_full_queue_is_overloaded_and_every_choice_counts():
 
 def test_a_queue_is_too_long_when_it_would_take_too_long():
     """512 places were five seconds of waiting on an eight-card box: every answer came, and each too late."""
-    door = Admission(100, num_blocks=20, block_size=16, queue=QueueLimits(512, max_wait_s=0.5), records=Records(drain=drained(50.0, 100.0)))
+    door = Admission(100, num_blocks=20, block_size=16, queue=QueueLimits(512, max_wait_s=0.5), records=busy())
     door.check(10, 10, num_sequences=1, tenant="a", num_queued=24, now_s=1100.0)
-    with pytest.raises(Overloaded, match=r"26 sequences are waiting: it would take 0.5 s to begin, 0.5 s are the limit") as caught:
+    with pytest.raises(Overloaded, match=r"26 sequences go first: it would take 0.5 s to begin, 0.5 s are the limit") as caught:
         door.check(10, 10, num_sequences=1, tenant="a", num_queued=26, now_s=1100.0)
     assert caught.value.retry_after_s == 1.0
 
 
 def test_who_used_more_than_others_is_refused_before_them():
     """Whoever comes later would go first: his requests were let in and answered seconds too late."""
-    records = Records(drain=drained(50.0, 100.0))
+    records = busy()
     records.usage.join("modest")
     records.usage.join("greedy")
     records.usage.charge({"greedy": 100.0})  # five seconds at the rate at which that is forgiven
     door = Admission(100, num_blocks=20, block_size=16, queue=QueueLimits(512, max_wait_s=0.5), records=records)
     door.check(10, 10, 1, "modest", num_queued=15, now_s=1100.0)
-    with pytest.raises(Overloaded, match=r"15 sequences are waiting: it would take 5.3 s"):
+    with pytest.raises(Overloaded, match=r"15 sequences go first: it would take 5.3 s"):
         door.check(10, 10, 1, "greedy", num_queued=15, now_s=1100.0)
     door.check(10, 10, 1, "greedy", num_queued=0, now_s=1125.0)  # nobody waits, and seldom did
+
+
+@pytest.mark.parametrize("has_media", [False, True])
+def test_each_kind_waits_only_for_those_of_its_own_who_go_before_it(has_media: bool):
+    """In a surge of pictures two thirds of the text were refused, though each would have begun within a step or two."""
+    records = busy()
+    door = Admission(100, num_blocks=20, block_size=16, queue=QueueLimits(512, max_wait_s=0.5), records=records)
+    door.check(10, 10, 1, "a", num_queued=200, now_s=1100.0, num_before=24, has_media=has_media)
+    with pytest.raises(Overloaded, match="26 sequences go first"):
+        door.check(10, 10, 1, "a", num_queued=200, now_s=1100.0, num_before=26, has_media=has_media)
+
+
+def test_how_slowly_pictures_begin_says_nothing_about_text():
+    records = Records(text_drain=drained(100.0, 50.0), media_drain=drained(5.0, 50.0))
+    door = Admission(100, num_blocks=20, block_size=16, queue=QueueLimits(512, max_wait_s=0.5), records=records)
+    door.check(10, 10, 1, "a", num_queued=80, now_s=1050.0, num_before=40, has_media=False)
+    with pytest.raises(Overloaded):
+        door.check(10, 10, 1, "a", num_queued=80, now_s=1050.0, num_before=40, has_media=True)
+
+
+def test_a_place_in_the_queue_is_needed_whoever_goes_first():
+    with pytest.raises(Overloaded, match="10 of at most 10"):
+        ROOMY.check(10, 10, 1, "a", num_queued=10, now_s=1000.0, num_before=0, has_media=False)
+
+
+def test_media_are_in_less_haste_the_more_of_them_are_refused_and_recover():
+    records = busy()
+    door = Admission(100, num_blocks=20, block_size=16, queue=QueueLimits(512, max_wait_s=0.5), records=records)
+
+    def knock(times: int, num_before: int, *, has_media: bool = True) -> float:
+        for _ in range(times):
+            with contextlib.suppress(Overloaded):
+                door.check(10, 10, 1, "a", num_queued=0, now_s=1100.0, num_before=num_before, has_media=has_media)
+        return records.haste.value
+
+    assert knock(100, 0) == MEDIA_HASTE
+    assert knock(500, 400, has_media=False) == MEDIA_HASTE  # text is refused for its own sake
+    assert MIN_MEDIA_HASTE < knock(64, 400) < 0.2 * MEDIA_HASTE  # a third of a second of the surge
+    assert knock(500, 400) == MIN_MEDIA_HASTE
+    assert knock(500, 0) == pytest.approx(MEDIA_HASTE, rel=0.01)
 
 
 def test_while_nothing_is_known_of_how_fast_a_queue_drains_only_its_length_counts():
@@ -113,6 +156,8 @@ def test_an_empty_prompt_is_a_bad_request():
         ([Candidate(0.0, 0.4), Candidate(0.0, 0.3)], 1),
         ([Candidate(100, 100), Candidate(0, 0)], 1),  # no better either way: the idle one
         ([Candidate(0, 0), Candidate(0, 0)], 0),
+        ([Candidate(0, 100, 50), Candidate(0, 100, 20)], 1),  # where it does less harm
+        ([Candidate(0, 100, 50), Candidate(0, 200, 20)], 0),  # unless that takes too long
     ],
 )
 def test_a_sequence_goes_where_it_is_done_soonest(candidates: list[Candidate], chosen: int):
@@ -128,6 +173,11 @@ def test_a_common_system_prompt_does_not_send_everybody_to_one_replica():
         cached[chosen] = 300
         placed.append(chosen)
     assert [placed.count(replica) for replica in range(3)] == [6, 3, 3]
+
+
+def busy() -> Records:
+    """Of a box where both kinds have always waited, and fifty of each began every second."""
+    return Records(drain=drained(50.0, 100.0), text_drain=drained(50.0, 100.0), media_drain=drained(50.0, 100.0))
 
 
 def drained(per_s: float, until_s: float) -> DrainRate:

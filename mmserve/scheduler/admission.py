@@ -26,8 +26,22 @@ class Admission:
         self._queue = queue
         self._records = records
 
-    def check(self, num_prompt: int, max_tokens: int | None, num_sequences: int, tenant: str, num_queued: int, now_s: float) -> int:
+    def check(
+        self,
+        num_prompt: int,
+        max_tokens: int | None,
+        num_sequences: int,
+        tenant: str,
+        num_queued: int,
+        now_s: float,
+        *,
+        num_before: int | None = None,
+        has_media: bool = True,
+    ) -> int:
         """How long each of `num_sequences` may become, prompt and answer together, given `num_queued` sequences wait already.
+
+        Of its own kind, those with media or those without, `num_before` go before it; all of the queue if that is not known.  What it will
+        wait for them is judged by how fast those of its kind began: text is not refused because there are too many pictures.
 
         Raises ContextLengthExceeded, TooLarge (it would not fit even alone) or Overloaded, to come back when the queue has drained.
         Without `max_tokens` an answer may be as long as there is room for, but a prompt must leave room for one token.
@@ -48,16 +62,19 @@ class Admission:
                 f"({num_prompt} in the prompt, {num_answer} for the answer)",
                 param="messages" if num_prompt >= self._capacity else "max_tokens",
             )
-        self._check_queue(num_sequences, tenant, num_queued, now_s)
+        refusal = self._refusal(num_sequences, tenant, num_queued, num_queued if num_before is None else num_before, now_s, has_media)
+        if has_media:
+            self._records.haste.observe(is_taken=refusal is None)
+        if refusal is not None:
+            raise Overloaded(refusal, retry_after_s=self._records.drain.retry_after_s(num_queued, now_s))
         return min(self._max_model_len, self._capacity) if max_tokens is None else num_tokens
 
-    def _check_queue(self, num_sequences: int, tenant: str, num_queued: int, now_s: float) -> None:
-        limits, drain = self._queue, self._records.drain
-        wait_s = drain.wait_s(num_queued, now_s, self._records.usage.setback_s(tenant))
+    def _refusal(self, num_sequences: int, tenant: str, num_queued: int, num_before: int, now_s: float, has_media: bool) -> str | None:
+        """Why the queue is too long for it, if it is."""
+        limits, records = self._queue, self._records
+        wait_s = records.drain_of(has_media=has_media).wait_s(num_before, now_s, records.usage.setback_s(tenant))
         if num_queued + num_sequences > limits.max_num_queued:
-            waiting = f"{num_queued} of at most {limits.max_num_queued} sequences are waiting"
-        elif wait_s > limits.max_wait_s:
-            waiting = f"{num_queued} sequences are waiting: it would take {wait_s:.1f} s to begin, {limits.max_wait_s:g} s are the limit"
-        else:
-            return
-        raise Overloaded(waiting, retry_after_s=drain.retry_after_s(num_queued, now_s))
+            return f"{num_queued} of at most {limits.max_num_queued} sequences are waiting"
+        if wait_s > limits.max_wait_s:
+            return f"{num_before} sequences go first: it would take {wait_s:.1f} s to begin, {limits.max_wait_s:g} s are the limit"
+        return None

@@ -79,6 +79,12 @@ class FairQueue:
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
 
+    def num_before(self, tenant: str, key: Key, wanted: Callable[[Sequence], bool]) -> int:
+        """How many who are `wanted` would go before one of this tenant with that key."""
+        setback_s = self._usage.setback_s
+        own_s = setback_s(tenant)
+        return sum(queue.num_before(key, setback_s(other) - own_s, wanted) for other, queue in self._queues.items())
+
     def __iter__(self) -> Iterator[Sequence]:
         """In order as of now.  Whoever joins or leaves meanwhile makes no difference to what is still to come."""
         return self.only(None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import sys
 from collections.abc import Callable, Iterator
 
 from mmserve.scheduler.sequence import Sequence
@@ -25,6 +26,11 @@ def waiting_key(sequence: Sequence, cost_ms: float) -> Key:
     """
     overtaken_s = min(cost_ms / AGEING_MS_PER_S, MAX_OVERTAKEN_S)
     return (sequence.priority, sequence.num_output == 0, sequence.arrival_s + overtaken_s, sequence.seq_id)
+
+
+def newcomer_key(now_s: float, cost_ms: float) -> Key:
+    """Of one who has no number yet, and comes after all others of the same time."""
+    return (0, True, now_s + min(cost_ms / AGEING_MS_PER_S, MAX_OVERTAKEN_S), sys.maxsize)
 
 
 def running_key(sequence: Sequence) -> Key:
@@ -60,6 +66,12 @@ class SequenceQueue:
 
     def __getitem__(self, index: int) -> Sequence:
         return self._sequences[index]
+
+    def num_before(self, key: Key, delay_s: float, wanted: Callable[[Sequence], bool]) -> int:
+        """How many who are `wanted` go before one with that key, if all their own are `delay_s` later."""
+        priority, is_new, time_s, seq_id = key
+        index = bisect.bisect(self._keys, (priority, is_new, time_s - delay_s, seq_id))
+        return sum(map(wanted, self._sequences[:index]))
 
     def delayed(self, delay_s: float, wanted: Callable[[Sequence], bool] | None = None) -> Iterator[tuple[Key, Sequence]]:
         """All who are `wanted` of those here now, in order, with keys that are `delay_s` later."""

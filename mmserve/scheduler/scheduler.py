@@ -22,10 +22,12 @@ from mmserve.paged_kv.kv_cache_manager import BlockTable, KVCacheManager
 from mmserve.plan import OUT_OF_MEMORY, SampledToken, StepFailed, StepPlan, StepResult
 from mmserve.request import FinishReason
 from mmserve.scheduler.cost_model import StepShape, shape_of
+from mmserve.scheduler.crowd import Crowd
 from mmserve.scheduler.fairness import FairQueue
 from mmserve.scheduler.kv_reserve import KVReserve
+from mmserve.scheduler.placement import Candidate
 from mmserve.scheduler.plan_builder import Row, build_plan
-from mmserve.scheduler.policy import SequenceQueue, running_key, waiting_key
+from mmserve.scheduler.policy import SequenceQueue, newcomer_key, running_key, waiting_key
 from mmserve.scheduler.records import Records
 from mmserve.scheduler.sequence import RowsOf, Sequence, Status
 from mmserve.scheduler.step_budget import PrefillRoom, StepBudget
@@ -83,12 +85,13 @@ class Scheduler:
         records = Records() if records is None else records
         self._costs = records.costs
         self._usage = records.usage
-        self._drain = records.drain
+        self._records = records
         self._step_ms = STEP_SHARE * limits.tpot_target_ms  # with decodes in it
         self._budget = StepBudget(limits.max_num_batched_tokens, limits.max_num_seqs)
         self._reserve = KVReserve(kv.num_blocks, kv.block_size)
         self._max_num_stalled = limits.max_num_seqs // 4  # the share of the running set that may wait for media
         self._sequences: dict[int, Sequence] = {}
+        self._crowd = Crowd(records.haste)
         self._waiting = FairQueue(self._usage)
         self._running = SequenceQueue()
         self._pending_ms: float | None = None  # None: to be summed up again
@@ -133,8 +136,10 @@ class Scheduler:
         self._reserve.observe(sequence.num_prompt)
         self._sequences[sequence.seq_id] = sequence
         self._usage.join(sequence.tenant)
+        prompt_ms = self._costs.row_ms(0, sequence.num_tokens)
+        self._crowd.join(sequence, prompt_ms)
         if self._pending_ms is not None:
-            self._pending_ms += self._costs.row_ms(0, sequence.num_tokens)
+            self._pending_ms += prompt_ms
         self._enqueue(sequence)
 
     def abort(self, seq_id: int) -> None:
@@ -220,6 +225,7 @@ class Scheduler:
             self._leave_queue(sequence)
             self._reset(sequence)
             self._usage.leave(sequence.tenant)
+            self._crowd.leave(sequence)
         self._sequences.clear()
         self._pending_ms = None
         return orphans
@@ -240,9 +246,16 @@ class Scheduler:
         """Tokens of a sequence that would be found in this replica's prefix cache just now."""
         return self.kv.match(sequence.extend_hashes(), sequence.num_tokens)
 
-    def saved_ms(self, sequence: Sequence) -> float:
-        """Estimated GPU time that they would save."""
-        return self._costs.row_ms(0, sequence.num_tokens) - self._costs.row_ms(self.match(sequence), sequence.num_tokens)
+    def candidate(self, sequence: Sequence) -> Candidate:
+        """This replica as a place for it."""
+        own_ms = self._costs.row_ms(self.match(sequence), sequence.num_tokens)
+        saved_ms = self._costs.row_ms(0, sequence.num_tokens) - own_ms
+        return Candidate(saved_ms, self.pending_ms, self._crowd.harm_ms(sequence, own_ms))
+
+    def num_before(self, num_prompt: int, tenant: str, now_s: float, *, has_media: bool) -> int:
+        """How many of those who wait would go before a prompt that came now, of those with media or of those without."""
+        key = newcomer_key(now_s, self._costs.row_ms(0, num_prompt))
+        return self._waiting.num_before(tenant, key, lambda each: bool(each.spans) == has_media)
 
     def check(self) -> None:
         """The books agree with each other: queues, statuses, tables, reference counts."""
@@ -383,11 +396,17 @@ class Scheduler:
         sequence.num_computed = sequence.num_scheduled = num_cached
         if sequence.first_step_s is None:
             sequence.first_step_s = now_s
-            self._drain.left(sequence.arrival_s, now_s, is_empty=not self._waiting)
+            self._note_begun(sequence, now_s)
             sequence.num_cached_tokens = num_cached
             self.num_prefix_queries += sequence.num_tokens
             self.num_prefix_hits += num_cached
         return True
+
+    def _note_begun(self, sequence: Sequence, now_s: float) -> None:
+        records, has_media = self._records, bool(sequence.spans)
+        records.drain.left(sequence.arrival_s, now_s, is_empty=not self._waiting)
+        is_empty = not any(bool(each.spans) == has_media for each in self._waiting)
+        records.drain_of(has_media=has_media).left(sequence.arrival_s, now_s, is_empty=is_empty)
 
     def _grow(self, sequence: Sequence) -> bool:
         """Room for all its tokens, if need be by preempting who comes last.  False if that was the sequence itself."""
@@ -452,6 +471,7 @@ class Scheduler:
         self._leave_queue(sequence)
         del self._sequences[sequence.seq_id]
         self._usage.leave(sequence.tenant)
+        self._crowd.leave(sequence)
         self._pending_ms = None
         self._reset(sequence)
         sequence.status = Status.FINISHED

@@ -285,7 +285,7 @@ class Box:
         fused = _fuse(request, prepared)
         decoder = self._decoders[name]
         try:
-            max_total_tokens = decoder.check(len(fused.token_ids), request.num_answer, 1, request.tenant)
+            max_total_tokens = decoder.check(len(fused.token_ids), request.num_answer, 1, request.tenant, has_media=bool(fused.spans))
         except MmserveError as refusal:
             outcome.refusal = refusal.code
             return
