@@ -2,6 +2,8 @@
 
 The scheduler, KV books, caches, placement and admission are the real ones; cards, decode cores and time are modelled.  Prints a table,
 draws a picture with `--plot FILE.png` (needs matplotlib, from the dev extra), and ends in one JSON line.
+
+With `--image-surge` the same requests are run twice more, without the surge and without any pictures, to see what text noticed of them.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from mmserve.scheduler.scheduler import SchedulerLimits
 from mmserve.sim.hardware import CARDS
 from mmserve.sim.virtual_time import run_in_virtual_time
 from scripts.simulation.box import TOPOLOGIES, Box
-from scripts.simulation.report import Slo, plot, summarize, table
+from scripts.simulation.report import Slo, isolation, isolation_table, plot, summarize, table
 from scripts.simulation.traffic import BLEND, IMAGES_ONLY, NUM_TENANTS, Request, Traffic, generate
 
 MAX_MODEL_LEN = 8192
@@ -50,6 +52,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plot", type=Path, metavar="FILE.png")
     return parser.parse_args()
+
+
+def replace_args(args: argparse.Namespace, **changes: object) -> argparse.Namespace:
+    return argparse.Namespace(**(vars(args) | changes))
 
 
 def traffic(args: argparse.Namespace) -> tuple[Traffic, ...]:
@@ -89,8 +95,22 @@ def main() -> None:
     console.print(table(summary, title))
     if args.plot is not None:
         plot(box.outcomes, box.samples, Slo(), title, args.plot)
+    middle = {}
+    if args.image_surge is not None:
+        calm = generate(traffic(replace_args(args, image_surge=None)), args.seed)
+        runs = {"no pictures": [each for each in calm if not each.picture_sizes], "no surge": calm}
+        outcomes = {}
+        for name, fewer in runs.items():
+            with console.status(f"the same with {name} ..."):
+                outcomes[name] = run_in_virtual_time(simulate(args, fewer))[0].outcomes
+        middle = isolation(outcomes | {"surge": box.outcomes}, (args.duration / 3, 2 * args.duration / 3))
+        console.print(isolation_table(middle))
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
-    print(json.dumps({"simulated_s": simulated_s, "wall_s": wall_s, **summary, "settings": settings}))
+    print(
+        json.dumps(
+            {"simulated_s": simulated_s, "wall_s": wall_s, **summary, **({"isolation": middle} if middle else {}), "settings": settings}
+        )
+    )
 
 
 if __name__ == "__main__":

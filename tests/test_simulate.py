@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from pathlib import Path
 
@@ -18,9 +19,10 @@ from scripts.simulation.report import Slo, summarize
 from scripts.simulation.traffic import BLEND, POOL_SIZE, Request, Traffic, generate
 
 
-def run(topology: str, requests: list[Request], *, max_num_queued: int = 512) -> Box:
+def run(topology: str, requests: list[Request], *, max_num_queued: int = 512, max_wait_s: float = math.inf) -> Box:
     async def main() -> Box:
-        box = Box(TOPOLOGIES[topology], A100, SchedulerLimits(8192, 128, 1024, 35.0), QueueLimits(max_num_queued), large_share=0.15)
+        queue = QueueLimits(max_num_queued, max_wait_s)
+        box = Box(TOPOLOGIES[topology], A100, SchedulerLimits(8192, 128, 1024, 35.0), queue, large_share=0.15)
         await box.run(requests)
         return box
 
@@ -88,3 +90,30 @@ def test_a_seed_gives_the_same_figures_twice_and_a_picture_of_them(tmp_path: Pat
     pytest.importorskip("matplotlib")
     report.plot(first.outcomes, first.samples, Slo(), "twice", tmp_path / "box.png")
     assert (tmp_path / "box.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_text_noticed_of_a_surge_is_told_by_the_same_requests_without_it() -> None:
+    calm = generate((Traffic(30.0, 0.0, 3.0, mean_answer=20.0),), 6)
+    surge = generate((Traffic(30.0, 0.0, 3.0, mean_answer=20.0), Traffic(60.0, 1.0, 2.0, mix=(("image", 1.0),), mean_answer=20.0)), 6)
+    outcomes = {"no surge": run("7small+1enc", calm).outcomes, "surge": run("7small+1enc", surge).outcomes}
+    middle = report.isolation(outcomes, (1.0, 2.0))
+    num_texts = sum(request.modality == "text" and 1.0 <= request.arrival_s < 2.0 for request in calm)
+    assert [figures["num_answered"] + figures["num_refused"] for figures in middle["runs"].values()] == [num_texts] * 2
+    before, after = middle["runs"].values()
+    assert middle["ratios"]["no surge"]["tpot_ms_p99"] == after["tpot_ms_p99"] / before["tpot_ms_p99"]
+    assert report.isolation_table(middle).row_count == 3
+
+
+def test_text_does_not_notice_a_surge_of_pictures() -> None:
+    """At ten times the pictures two thirds of the text were refused, and the rest came half as fast."""
+    calm = Traffic(60.0, 0.0, 7.0, mean_answer=60.0)
+    surge = (calm, Traffic(800.0, 3.0, 7.0, mix=(("image", 1.0),), mean_answer=60.0))
+    outcomes = {
+        name: run("7small+1enc", generate(parts, 7), max_wait_s=0.3).outcomes
+        for name, parts in {"no surge": (calm,), "surge": surge}.items()
+    }
+    middle = report.isolation(outcomes, (4.0, 7.0))
+    assert sum(outcome.refusal != "" for outcome in outcomes["surge"]) > 1000
+    assert middle["runs"]["surge"]["num_refused"] <= 1
+    assert middle["ratios"]["no surge"]["tpot_ms_p50"] < 1.4  # the window begins a second after the surge
+    assert middle["runs"]["surge"]["ttft_ms_p50"] < 150.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from scripts.simulation.box import Outcome, Sample
 from scripts.simulation.traffic import BLEND
 
 Summary = dict[str, Any]
+TIMES = ("ttft_ms_p50", "ttft_ms_p99", "tpot_ms_p50", "tpot_ms_p99")
 BIN_S = 2.0  # of the curves
 COLORS = {"text": "#4477aa", "image": "#ee6677", "audio": "#228833", "image_audio": "#aa3377"}
 
@@ -78,8 +79,29 @@ def table(summary: Summary, title: str) -> Table:
     for heading in ("requests", "answered", "TTFT p50", "p99", "TPOT p50", "p99"):
         rows.add_column(heading, justify="left" if heading == "requests" else "right")
     for name, figures in summary["modalities"].items():
-        times = [f"{figures[key]:.1f}" for key in ("ttft_ms_p50", "ttft_ms_p99", "tpot_ms_p50", "tpot_ms_p99")]
+        times = [f"{figures[key]:.1f}" for key in TIMES]
         rows.add_row(name, str(figures["num_answered"]), *times)
+    return rows
+
+
+def isolation(outcomes_of: Mapping[str, Sequence[Outcome]], window_s: tuple[float, float]) -> Summary:
+    """What became of text that came within the window in several runs of the same requests; and by how much it was slower in the last."""
+    start_s, stop_s = window_s
+    figures: Summary = {}
+    for name, outcomes in outcomes_of.items():
+        text = [each for each in outcomes if each.request.modality == "text" and start_s <= each.request.arrival_s < stop_s]
+        figures[name] = _latencies([each for each in text if each.finished]) | {"num_refused": sum(each.refusal != "" for each in text)}
+    *others, last = figures
+    ratios = {name: {key: figures[last][key] / figures[name][key] for key in TIMES} for name in others}
+    return {"runs": figures, "ratios": ratios}
+
+
+def isolation_table(middle: Summary) -> Table:
+    rows = Table("text of the middle third", "answered", "refused", "TTFT p50", "p99", "TPOT p50", "p99")
+    for name, figures in middle["runs"].items():
+        rows.add_row(name, str(figures["num_answered"]), str(figures["num_refused"]), *(f"{figures[key]:.1f}" for key in TIMES))
+    for name, ratios in middle["ratios"].items():
+        rows.add_row(f"times {name}", "", "", *(f"{ratios[key]:.2f}" for key in TIMES))
     return rows
 
 
