@@ -72,6 +72,10 @@ class DecoderGroup:
         for rendezvous in self._rendezvous:
             rendezvous.close()
 
+    def check_room(self) -> None:
+        """Raises Overloaded if it takes nothing just now, whatever it may be."""
+        self._replicas.check_room(num_held=len(self._held))
+
     def check(self, num_prompt: int, max_tokens: int | None, num_sequences: int, tenant: str, *, has_media: bool) -> int:
         """Most tokens, prompt and answer, that each sequence may reach.  Raises the error of whatever limit it would break."""
         if not self._replicas.was_ready or (not self._replicas and all(supervisor.broken for supervisor in self.supervisors)):

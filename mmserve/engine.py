@@ -144,14 +144,29 @@ class AsyncEngine:
     def token_text(self, token_id: int, model: str) -> str:
         return self.tokenizers[model].token_text(token_id)
 
-    async def submit(self, request: ChatRequest) -> Generation:
-        """Returns once the request is admitted: counted, within every limit, queued.  Raises MmserveError when refused."""
+    def check_room(self) -> None:
+        """Raises Overloaded if no request would be taken now, whatever is in it: to be asked before a body is read."""
         if self._draining:
             raise Overloaded("the server is shutting down", code="shutting_down", retry_after_s=5.0)
+        refusal: Overloaded | None = None
         if self._num_preparing >= self.config.scheduler.max_num_queued_reqs:
-            self.metrics.admission_rejections.labels("queue_full").inc()
             retry_after_s = max(group.retry_after_s(self._num_preparing) for group in self._groups.values())
-            raise Overloaded("too many requests are waiting", retry_after_s=retry_after_s)
+            refusal = Overloaded("too many requests are waiting", retry_after_s=retry_after_s)
+        else:
+            for group in self._groups.values():
+                try:
+                    group.check_room()
+                except Overloaded as full:
+                    refusal = full
+                else:
+                    return
+        if refusal is not None:
+            self.metrics.admission_rejections.labels("queue_full").inc()
+            raise refusal
+
+    async def submit(self, request: ChatRequest) -> Generation:
+        """Returns once the request is admitted: counted, within every limit, queued.  Raises MmserveError when refused."""
+        self.check_room()
         self._num_preparing += 1
         try:
             return await self._submit(request, recorded=True)

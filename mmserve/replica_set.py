@@ -46,6 +46,11 @@ class ReplicaSet:
     def remove(self, replica: Replica) -> None:
         self._replicas.remove(replica)
 
+    def check_room(self, *, num_held: int = 0) -> None:
+        """Raises Overloaded while the queue is full, `num_held` who wait elsewhere counted."""
+        if self._admission is not None:
+            self._admission.check_room(num_held + self.num_waiting, self._now_s())
+
     def check(
         self, num_prompt: int, max_tokens: int | None, num_sequences: int, tenant: str, *, has_media: bool = True, num_held: int = 0
     ) -> int:

@@ -1,6 +1,6 @@
 """What pictures cost at the full size of CLIP ViT-L/14-336: sixteen of them at once, the same again, then one new picture sixteen times.
 
-    python -m scripts.bench_pictures [--requests 16] [--work-dir DIR]
+    python -m scripts.bench_pictures [--requests 16] [--dtype bfloat16] [--work-dir DIR]
 
 Writes a LLaVA-1.5 directory with random weights (the decoder behind the tower is small, so that pictures are what is measured) and starts
 a server of its own over it.  Exit status 1 if something was encoded that should not have been.  Ends in one JSON line.
@@ -70,14 +70,14 @@ async def run_pass(openai: AsyncOpenAI, url: str, pictures: Sequence[bytes]) -> 
     }
 
 
-async def bench(num_requests: int, directory: Path, console: Console) -> dict[str, dict[str, Any]]:
+async def bench(num_requests: int, dtype: str, directory: Path, console: Console) -> dict[str, dict[str, Any]]:
     """Figures by pass."""
     with console.status("writing the model"):
         write_llava(directory / "llava", DECODER, REAL.vision, torch.device("cpu"))
     distinct = [picture(seed) for seed in range(num_requests)]
     passes = {"distinct": distinct, "again": distinct, "one_picture": [picture(num_requests)] * num_requests}
     figures = {}
-    async with server(directory, "--small", str(directory / "llava")) as url, client(url) as openai:
+    async with server(directory, "--small", str(directory / "llava"), "--dtype", dtype) as url, client(url) as openai:
         for name, pictures in passes.items():
             with console.status(name):
                 figures[name] = await run_pass(openai, url, pictures)
@@ -103,16 +103,17 @@ def _table(num_requests: int, figures: Mapping[str, Mapping[str, Any]]) -> Table
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument("--dtype", default="auto", help="of weights and rows: bfloat16 is four times as fast on CPUs that multiply it")
     parser.add_argument("--work-dir", type=Path, help="where the model is written, 630 MB; a temporary directory by default")
     options = parser.parse_args()
     console = Console(width=120, stderr=True)
     with tempfile.TemporaryDirectory(prefix="mmserve-pictures-", dir=options.work_dir) as scratch:
-        figures = asyncio.run(bench(options.requests, Path(scratch), console))
+        figures = asyncio.run(bench(options.requests, options.dtype, Path(scratch), console))
     console.print(_table(options.requests, figures))
     broken = broken_promises(options.requests, figures)
     for promise in broken:
         console.print(promise, style="bold red")
-    print(json.dumps({"script": "bench_pictures", "requests": options.requests, **figures, "not_kept": broken}))
+    print(json.dumps({"script": "bench_pictures", "requests": options.requests, "dtype": options.dtype, **figures, "not_kept": broken}))
     return 1 if broken else 0
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mmserve.composition import Composition, DecoderSpec, PromptFormat, Weights
-from mmserve.errors import MmserveError, ModelNotFound
+from mmserve.errors import MmserveError, ModelNotFound, Overloaded
 from mmserve.ledger import Feedback
 from mmserve.media import MediaItem, MediaLimits
 from mmserve.metrics import Metrics
@@ -36,7 +36,8 @@ class FakeLedger:
 class FakeEngine:
     """`script` is called with each accepted generation and its request: by default it says WORDS and stops.
 
-    `refusal`, when set, is what `submit` raises.  `cancelled` holds the ids of generations whose client left.
+    `refusal`, when set, is what `submit` raises; one that `is_full` takes nothing.
+    `cancelled` holds the ids of generations whose client left.
     """
 
     def __init__(self, script: Callable[[Generation, ChatRequest], None] | None = None) -> None:
@@ -49,9 +50,14 @@ class FakeEngine:
         self.generations: list[Generation] = []
         self.cancelled: list[str] = []
         self.refusal: MmserveError | None = None
+        self.is_full = False
         self.not_ready: set[str] = set()
         self.changed = asyncio.Event()  # set whenever a request is accepted or cancelled
         self._script = script or say_words
+
+    def check_room(self) -> None:
+        if self.is_full:
+            raise Overloaded("the queue is full", retry_after_s=2.4)
 
     async def submit(self, request: ChatRequest) -> Generation:
         if self.refusal is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from typing import Any
 
@@ -236,3 +237,20 @@ async def test_a_model_name_of_the_client_never_becomes_a_header() -> None:
     async with serving() as server:
         status, answer = await server.post("/v1/chat/completions", chat(model="a\r\nx-evil: 1"))
     assert (status, answer["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_a_full_server_says_so_before_a_body_is_sent_and_after_megabytes_of_it() -> None:
+    """It read, parsed and decoded 20 megapixels of picture to find that its queue was full: 13 ms of the one process in front."""
+    async with serving() as server:
+        server.engine.is_full = True
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 9000000\r\n\r\n"
+        answer = await raw(server.url, head)
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"Retry-After: 3\r\n" in answer
+        large = said({"type": "image_url", "image_url": {"url": PNG + "A" * 5_000_000}})
+        headers = {"Content-Type": "application/json"}
+        body = io.BytesIO(json.dumps(large).encode())
+        async with server.http.post(server.url + "/v1/chat/completions", data=body, headers=headers) as response:
+            assert (response.status, (await response.json())["error"]["message"]) == (503, "the queue is full")
+        server.engine.is_full = False
+        assert (await server.post("/v1/chat/completions", chat()))[0] == 200

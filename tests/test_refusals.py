@@ -117,7 +117,7 @@ async def test_once_the_queue_was_seen_to_drain_slowly_who_would_wait_too_long_i
         inside.append(door.start())
         await door.until("num_requests_waiting", 1)
         for answer in await asyncio.gather(*(door.ask() for _ in range(5))):
-            check_refused(answer, r"1 sequences are waiting: it would take \d+\.\d s to begin, 0\.2 s are the limit")
+            check_refused(answer, r"it would take \d+\.\d s to begin, with 1 before it in the queue; 0\.2 s are the limit")
         assert all(answer.is_whole for answer in await asyncio.gather(*inside))
         assert (await door.ask()).is_whole  # nobody waits any more
 

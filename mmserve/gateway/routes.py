@@ -60,6 +60,7 @@ async def feedback(request: web.Request) -> web.StreamResponse:
 
 async def _generate(request: web.Request, state: ServerState, parse: Parse, schema: MakeSchema) -> web.StreamResponse:
     with state.visit():
+        state.engine.check_room()  # before megabytes are read and parsed for nothing
         data = await read_body(request, state.config.server)
         caller = Caller(request_id=request[REQUEST_ID], tenant=_TENANT)
         if len(data) <= _INLINE_BYTES:

@@ -69,12 +69,20 @@ class Admission:
             raise Overloaded(refusal, retry_after_s=self._records.drain.retry_after_s(num_queued, now_s))
         return min(self._max_model_len, self._capacity) if max_tokens is None else num_tokens
 
+    def check_room(self, num_queued: int, now_s: float) -> None:
+        """Raises Overloaded if nothing at all is taken, whatever it may be: the queue is full."""
+        if num_queued >= self._queue.max_num_queued:
+            raise Overloaded(self._full(num_queued), retry_after_s=self._records.drain.retry_after_s(num_queued, now_s))
+
+    def _full(self, num_queued: int) -> str:
+        return f"{num_queued} of at most {self._queue.max_num_queued} sequences are waiting"
+
     def _refusal(self, num_sequences: int, tenant: str, num_queued: int, num_before: int, now_s: float, has_media: bool) -> str | None:
         """Why the queue is too long for it, if it is."""
         limits, records = self._queue, self._records
         wait_s = records.drain_of(has_media=has_media).wait_s(num_before, now_s, records.usage.setback_s(tenant))
         if num_queued + num_sequences > limits.max_num_queued:
-            return f"{num_queued} of at most {limits.max_num_queued} sequences are waiting"
+            return self._full(num_queued)
         if wait_s > limits.max_wait_s:
-            return f"{num_before} sequences go first: it would take {wait_s:.1f} s to begin, {limits.max_wait_s:g} s are the limit"
+            return f"it would take {wait_s:.1f} s to begin, with {num_before} before it in the queue; {limits.max_wait_s:g} s are the limit"
         return None
