@@ -79,25 +79,32 @@ class Tokenizer:
         if self._template is None:
             raise BadRequest("this model has no chat template: it takes /v1/completions only", param="messages", code="no_chat_template")
         rendered = self._template.render(request.messages)
-        pieces = self._split(rendered)
         bos = self.prompt.special_tokens.get("bos_token")
-        if self.prompt.adds_bos_to_chats and not (bos and rendered.text.startswith(bos)):
-            pieces = [*self._bos_ids, *pieces]
-        return _joined(pieces)
+        needs_bos = self.prompt.adds_bos_to_chats and not (bos and rendered.text.startswith(bos))
+        return self._split(rendered, self._bos_ids if needs_bos else ())
 
-    def _split(self, rendered: Rendered) -> list[int | MediaItem]:
-        """Ids and items one by one."""
+    def _split(self, rendered: Rendered, first_ids: Sequence[int]) -> list[Piece]:
+        """Items in the place of their placeholders, and the ids between them."""
+        ids = self._plain.encode(self._dress(rendered.text, rendered.texts), add_special_tokens=False).ids
         waiting = {kind: iter(items) for kind, items in rendered.media.items()}
-        pieces: list[int | MediaItem] = []
-        for token_id in self._plain.encode(self._dress(rendered.text, rendered.texts), add_special_tokens=False).ids:
-            meaning = self._meaning.get(token_id, token_id)
-            piece = next(waiting[meaning], None) if isinstance(meaning, MediaKind) else meaning
-            if piece is None:
+        pieces: list[Piece] = []
+        run, start = list(first_ids), 0
+        for place in [place for place, token_id in enumerate(ids) if token_id in self._meaning]:
+            run += ids[start:place]
+            start = place + 1
+            meaning = self._meaning[ids[place]]
+            if not isinstance(meaning, MediaKind):
+                run.append(meaning)
+                continue
+            item = next(waiting[meaning], None)
+            if item is None:
                 raise BadRequest("the model's chat template shows media more than once", param="messages")
-            pieces.append(piece)
+            pieces += [run, item] if run else [item]
+            run = []
         if any(next(left, None) is not None for left in waiting.values()):
             raise BadRequest("the model's chat template leaves media out", param="messages")
-        return pieces
+        run += ids[start:]
+        return [*pieces, run] if run else pieces
 
     def _dress(self, text: str, texts: Sequence[str]) -> str:
         """What is encoded: stand-ins where the template wrote structure, and the user's words where their marks are."""
@@ -160,19 +167,6 @@ def _load(file: Path, placeholders: Placeholders) -> tuple[_Tokenizer, _Tokenize
         raise BadModel(f"{file} is damaged: {error}") from error
     plain.encode_special_tokens = True
     return whole, plain
-
-
-def _joined(pieces: Sequence[int | MediaItem]) -> list[Piece]:
-    """Neighbouring ids together."""
-    joined: list[Piece] = []
-    for piece in pieces:
-        if not isinstance(piece, int):
-            joined.append(piece)
-        elif joined and isinstance(joined[-1], list):
-            joined[-1].append(piece)
-        else:
-            joined.append([piece])
-    return joined
 
 
 class Detokenizer:
