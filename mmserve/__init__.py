@@ -21,7 +21,7 @@ One request, two images and a clip:
      4  media_service    digest and header of each item: 576 + 576 + 375 rows are known, nothing is decoded
      5  tokenizer        chat template -> pieces; token_fuser lays them end to end -> ids and spans
      6  admission        would it ever fit? is the queue short enough? else 4xx or 503, now
-     7  replica_set      placed on a replica: longest cached prefix, then least pending work
+     7  replica_set      placed on a replica: longest cached prefix, least pending work, least harm to those who are there
      8  scheduler        what does it wait for? -> encoder_pool: in the cache? in flight? else decode process, micro-batch, tower
      9  replica          plan -> worker -> result: text at once, spans when their rows have landed, then a token a step
     10  active_request   token -> text, stop strings -> Delta on the token_stream

@@ -34,6 +34,7 @@ TESTS = (
     "test_scheduler_sharing.py",
     "test_scheduler_pressure.py",
     "test_steps_ahead.py",
+    "test_crowd.py",
     "test_scheduler_random.py",
     "test_paged_kv_stateful.py",
 )
@@ -140,6 +141,12 @@ MUTANTS = (
         "scheduler/scheduler.py",
         "                row.sequence.rewind()\n",
         "                pass\n",
+    ),
+    Mutant(
+        "a step is planned on one that builds on a failed one",
+        "scheduler/scheduler.py",
+        "        self._is_emptying = True  #",
+        "        #",
     ),
     Mutant(
         "an answer goes on beyond its last token in flight",

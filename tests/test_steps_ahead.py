@@ -91,6 +91,23 @@ def test_what_follows_a_step_that_failed_is_void() -> None:
     assert output(desk.truth[1]) == answer_alone(sequence(1, 5, "a"))
 
 
+def test_after_a_step_that_failed_nothing_is_planned_before_what_built_on_it_has_landed() -> None:
+    """Each step was planned while one that could not be run was in flight, built on it, and could not be run either: for ever."""
+    desk = Desk(max_num_batched_tokens=8)
+    desk.add(sequence(1, 5, "a"), sequence(2, 30, "b"))
+    first, second = desk.plan(), desk.plan()
+    assert second.sampled_by.tolist() == [0, -1]
+    desk.fail(first)
+    assert desk.scheduler.schedule(0.0) is None
+    after = desk.worker.run(second, desk.truth, stale={1})
+    assert isinstance(after, StepFailed)
+    desk.scheduler.step_failed(after)
+    desk.scheduler.check()
+    desk.run()
+    assert output(desk.truth[1]) == answer_alone(sequence(1, 5, "a"))
+    assert output(desk.truth[2]) == answer_alone(sequence(2, 30, "b"))
+
+
 def test_who_must_make_room_while_a_step_computes_him_says_the_same_later() -> None:
     desk = Desk(num_blocks=4)
     desk.add(sequence(1, 14, "a", sampling=greedy(max_tokens=40)), sequence(2, 15, "b", sampling=greedy(max_tokens=40)))

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence as Rows
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from mmserve.plan import BlockCopy, MediaSlice, RowSampling, StepPlan
+from mmserve.scheduler.cost_model import StepShape
 from mmserve.scheduler.positions import has_grids, positions_between
 from mmserve.scheduler.sequence import RowsOf, Sequence
 
@@ -26,6 +28,20 @@ class Row(NamedTuple):
     start: int
     stop: int
     epoch: int = 0  # of the sequence, when the step was planned
+
+
+@dataclass(frozen=True, slots=True)
+class StepInFlight:
+    """What a scheduler remembers of a step until its result comes."""
+
+    step_id: int
+    rows: tuple[Row, ...]
+    shape: StepShape
+    copied: frozenset[int]  # seq_ids whose blocks the step's copies were to fill
+
+    def live_rows(self) -> list[Row]:
+        """Of those who are still where they were when it was planned."""
+        return [row for row in self.rows if row.sequence.epoch == row.epoch]
 
 
 def build_plan(

@@ -21,12 +21,12 @@ from mmserve.paged_kv.block_hash import HASH_STRIDE
 from mmserve.paged_kv.kv_cache_manager import BlockTable, KVCacheManager
 from mmserve.plan import OUT_OF_MEMORY, SampledToken, StepFailed, StepPlan, StepResult
 from mmserve.request import FinishReason
-from mmserve.scheduler.cost_model import StepShape, shape_of
+from mmserve.scheduler.cost_model import shape_of
 from mmserve.scheduler.crowd import Crowd
 from mmserve.scheduler.fairness import FairQueue
 from mmserve.scheduler.kv_reserve import KVReserve
 from mmserve.scheduler.placement import Candidate
-from mmserve.scheduler.plan_builder import Row, build_plan
+from mmserve.scheduler.plan_builder import Row, StepInFlight, build_plan
 from mmserve.scheduler.policy import SequenceQueue, newcomer_key, running_key, waiting_key
 from mmserve.scheduler.records import Records
 from mmserve.scheduler.sequence import RowsOf, Sequence, Status
@@ -51,20 +51,6 @@ class TokenUpdate(NamedTuple):
     token: SampledToken | None
     finish_reason: FinishReason | None = None
     error: str | None = None  # code, when the reason is ERROR
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """A step in flight."""
-
-    step_id: int
-    rows: tuple[Row, ...]
-    shape: StepShape
-    copied: frozenset[int]  # seq_ids whose blocks the step's copies were to fill
-
-    def live_rows(self) -> list[Row]:
-        """Of those who are still where they were when it was planned."""
-        return [row for row in self.rows if row.sequence.epoch == row.epoch]
 
 
 class Scheduler:
@@ -96,7 +82,8 @@ class Scheduler:
         self._running = SequenceQueue()
         self._pending_ms: float | None = None  # None: to be summed up again
         self._num_steps = 0
-        self._steps: deque[_Step] = deque()  # in flight, oldest first
+        self._steps: deque[StepInFlight] = deque()  # in flight, oldest first
+        self._is_emptying = False  # nothing is planned while any is
 
     @property
     def num_running(self) -> int:
@@ -155,6 +142,9 @@ class Scheduler:
     def schedule(self, now_s: float) -> StepPlan | None:
         """The next step, or None if there is nothing that can be computed now."""
         assert len(self._steps) < MAX_STEPS_IN_FLIGHT
+        self._is_emptying = self._is_emptying and bool(self._steps)
+        if self._is_emptying:
+            return None
         self._pending_ms = None
         rows: list[Row] = []
         room = self._schedule_running(rows)
@@ -199,6 +189,7 @@ class Scheduler:
         step = self._land(failure.step_id)
         if step is None:
             return []
+        self._is_emptying = True  # a step planned now would build on one that builds on this, and so on for ever
         rows = step.live_rows()
         for row in rows:
             if row.sequence.seq_id in step.copied:
@@ -434,17 +425,17 @@ class Scheduler:
             sequence.num_scheduled = stop
             sequence.num_ahead += stop == sequence.num_expected
         shape = shape_of((row.start, row.stop) for row in rows)
-        self._steps.append(_Step(self._num_steps, tuple(rows), shape, frozenset(sequence.seq_id for sequence in copied)))
+        self._steps.append(StepInFlight(self._num_steps, tuple(rows), shape, frozenset(sequence.seq_id for sequence in copied)))
         return plan
 
-    def _land(self, step_id: int) -> _Step | None:
+    def _land(self, step_id: int) -> StepInFlight | None:
         if not self._steps or self._steps[0].step_id != step_id:
             self.num_late_results += 1
             return None
         self._pending_ms = None
         return self._steps.popleft()
 
-    def _account(self, step: _Step, seconds: float) -> None:
+    def _account(self, step: StepInFlight, seconds: float) -> None:
         """Learn from how long a step took, and put it down to tenants: to every row its own work and an equal share of the rest."""
         self._costs.observe(step.shape, seconds)
         shared_ms = self._costs.coefficients.step / len(step.rows)
