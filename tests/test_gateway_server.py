@@ -7,6 +7,7 @@ import socket
 
 import aiohttp
 import pytest
+import uvloop
 from fake_engine import FakeEngine, say_first_word, say_nothing
 from gateway_client import chat, event_of, serving
 
@@ -169,3 +170,23 @@ async def test_the_playground_loads_nothing_from_elsewhere() -> None:
             assert "https://" not in text
         assert (await server.get("/playground/../server.py"))[0] == 404
         assert (await server.get("/playground/%2e%2e/server.py"))[0] == 404
+
+
+def test_a_crowd_of_new_connections_is_let_in_within_a_few_turns_of_the_loop() -> None:
+    """uvloop took one a turn.  Under load clients waited 9 s in the kernel's queue instead of being told to come back."""
+
+    async def come() -> int:
+        async with serving() as server:
+            host, _, port = server.url.removeprefix("http://").partition(":")
+            clients = [socket.create_connection((host, int(port))) for _ in range(60)]
+            for _ in range(12):
+                await asyncio.sleep(0)
+            assert server.gateway._runner is not None
+            assert server.gateway._runner.server is not None
+            num_connections = len(server.gateway._runner.server.connections)
+            for client in clients:
+                client.close()
+            return num_connections
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(come()) == 60

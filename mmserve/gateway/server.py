@@ -25,6 +25,7 @@ LINGER_S = 2.0  # a load balancer needs that long to see that we aren't ready; u
 _LAST_WORDS_S = 2.0  # for the error events of streams that are cut off
 _LINGERING_BODY_S = 2.0  # the rest of a refused body is read for so long: a reset would swallow the answer
 _BACKLOG = 1024
+_NUM_LISTENERS = 32  # on one socket: uvloop accepts one connection a turn for each, and the others wait unseen in the backlog
 _TCP_USER_TIMEOUT_MS = 30_000  # a peer that acknowledges nothing for this long is gone
 
 
@@ -40,7 +41,7 @@ class Gateway:
         self._engine = engine
         self._state = ServerState(engine, config)
         self._runner: web.AppRunner | None = None
-        self._listener: asyncio.Server | None = None
+        self._listeners: list[asyncio.Server] = []
         self._hurry = asyncio.Event()
         self.url = ""
 
@@ -60,7 +61,8 @@ class Gateway:
             lingering_time=_LINGERING_BODY_S,
             auto_decompress=False,
         )
-        self._listener = await loop.create_server(connection, sock=listener, backlog=_BACKLOG)
+        for each in (listener, *(listener.dup() for _ in range(_NUM_LISTENERS - 1))):
+            self._listeners.append(await loop.create_server(connection, sock=each, backlog=_BACKLOG))
         host, port = listener.getsockname()[:2]
         shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
         self.url = f"http://{shown}:{port}"
@@ -93,8 +95,8 @@ class Gateway:
         self._hurry.set()
 
     async def close(self) -> None:
-        if self._listener is not None:
-            self._listener.close()
+        for listener in self._listeners:
+            listener.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
