@@ -27,7 +27,9 @@ from mmserve.shared_buffer import BufferSlice
 
 log = logging.getLogger(__name__)
 
-STEP_TIMEOUT_S = 30.0  # a step is bounded by its token budget; one that takes this long is hung
+HUNG_S = 5.0  # beyond what a step may take, a worker that has not answered is hung
+SLOWER = 10.0  # than predicted a step may be: the machine has other things to do, or a context is longer than any before
+GUESS_TIMEOUT_S = 600.0  # of a step larger than any that was measured: a 7B decoder on a laptop takes minutes for a thousand tokens
 PLAN_AHEAD_S = 0.004  # before the end of a step, for the next: to plan 256 rows, send them, and be a little wrong about the end
 
 
@@ -149,7 +151,9 @@ class Replica:
             self._rows.pin(key)
         if not self._flights:
             self._began_s = self._now_s()
-        reply = self._worker.send(plan, STEP_TIMEOUT_S)
+        scheduler = self.scheduler
+        timeout_s = HUNG_S + SLOWER * scheduler.expected_s if scheduler.is_familiar else GUESS_TIMEOUT_S
+        reply = self._worker.send(plan, timeout_s)
         self._flights.append(_Flight(reply, pinned))
         reply.add_done_callback(lambda _: self._wake.set())
         self._wake.set()  # perhaps the one after it is due, too

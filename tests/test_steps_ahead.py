@@ -216,6 +216,36 @@ def test_a_worker_never_waits_for_its_next_step_and_it_is_planned_late() -> None
     assert [begun - sent for sent, begun in learnt[1:]] == pytest.approx([0.004] * (len(learnt) - 1), abs=0.002)
 
 
+def test_a_step_may_take_as_long_as_steps_of_its_size_have_taken_and_a_hang_is_noticed() -> None:
+    """A fixed limit of 30 s killed every worker of a 7B decoder on a laptop: a thousand tokens of prompt take it longer."""
+
+    async def serve() -> list[float]:
+        lane = Lane()
+        limits: list[float] = []
+        send = lane.send
+
+        def note(message: Any, timeout_s: float) -> asyncio.Future[Any]:
+            limits.append(timeout_s)
+            return send(message, timeout_s)
+
+        lane.send = note  # type: ignore[method-assign]
+        ended = asyncio.Event()
+        replica = replica_on(lane, lambda updates: ended.set() if any(update.finish_reason for update in updates) else None)
+        running = asyncio.create_task(replica.run())
+        replica.add(sequence(1, 40, sampling=greedy(max_tokens=9, ignore_eos=True)))
+        await ended.wait()
+        ended.clear()
+        replica.add(sequence(2, "x", 200, sampling=greedy(max_tokens=2, ignore_eos=True)))
+        await ended.wait()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        return limits
+
+    limits = run_in_virtual_time(serve())
+    assert limits[0] == limits[-2] == 600.0  # the first step; the first that is twice as large
+    assert max(limits[2:9]) < 6.0
+
+
 def test_a_death_with_two_steps_in_flight_ends_the_replica() -> None:
     async def serve() -> int:
         lane = Lane()

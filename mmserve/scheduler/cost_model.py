@@ -69,12 +69,18 @@ class CostModel:
         self._gram = [[PRIOR_WEIGHT if i == j else 0.0 for j in range(len(prior))] for i in range(len(prior))]
         self._moment = [PRIOR_WEIGHT] * len(prior)
         self.coefficients = prior
+        self._most_tokens = 0  # of a step that was measured
+
+    def is_familiar(self, shape: StepShape) -> bool:
+        """Whether steps of that size have been measured, so that a prediction is more than a guess."""
+        return shape.num_tokens <= 2 * self._most_tokens
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         """Learn from a step that went through.  A worker that measures nothing says 0 seconds and teaches nothing."""
         measured_ms = seconds * 1e3
         if not (math.isfinite(measured_ms) and measured_ms > 0):
             return
+        self._most_tokens = max(self._most_tokens, shape.num_tokens)
         unit_ms = max(measured_ms, self.step_ms(shape) / MAX_SPEEDUP)
         terms = [each * weight / unit_ms for each, weight in zip(self._prior, (1, *shape), strict=True)]
         target = measured_ms / unit_ms

@@ -111,6 +111,11 @@ class Scheduler:
         return self._costs.step_ms(self._steps[-1].shape) / 1e3
 
     @property
+    def is_familiar(self) -> bool:
+        """Whether `expected_s` is more than a guess."""
+        return self._costs.is_familiar(self._steps[-1].shape)
+
+    @property
     def kv_usage(self) -> float:
         return self.kv.usage
 
