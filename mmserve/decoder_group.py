@@ -131,6 +131,7 @@ class DecoderGroup:
             enable_prefix_caching=self._enable_prefix_caching,
             deliver=self._deliver,
             want=self._want,
+            now_s=time.monotonic,
         )
         self._replicas.add(replica, ready)
         held, self._held = self._held, {}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -75,7 +74,7 @@ class Replica:
         enable_prefix_caching: bool,
         deliver: Callable[[list[TokenUpdate]], None],
         want: Callable[[Sequence, MediaSpan], None],
-        now_s: Callable[[], float] = time.monotonic,
+        now_s: Callable[[], float],
     ) -> None:
         self.name = name  # the decoder's: small or large
         self.kv = KVCacheManager(ready.num_blocks, ready.block_size, enable_prefix_caching=enable_prefix_caching)

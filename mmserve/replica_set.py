@@ -51,9 +51,7 @@ class ReplicaSet:
         if self._admission is not None:
             self._admission.check_room(num_held + self.num_waiting, self._now_s())
 
-    def check(
-        self, num_prompt: int, max_tokens: int | None, num_sequences: int, tenant: str, *, has_media: bool = True, num_held: int = 0
-    ) -> int:
+    def check(self, num_prompt: int, max_tokens: int | None, num_sequences: int, tenant: str, *, has_media: bool, num_held: int = 0) -> int:
         """Most tokens, prompt and answer, that each sequence may reach, while `num_held` wait elsewhere.  Raises as Admission.check."""
         assert self._admission is not None
         now_s = self._now_s()
