@@ -3,7 +3,7 @@
 Five floors; imports go down only.
 
     doors        __main__  cli/  gateway/  bench/
-    engine       engine  sync_engine  active_request  decoder_group  replica_set  replica  supervisor
+    engine       engine  sync_engine  active_request  request_records  decoder_group  decoder_specs  replica_set  replica  supervisor
                  media_service  tokenizer  chat_template  token_fuser  modality_router  model_router  token_stream  readiness  ledger  spool
     departments  scheduler/  encoders/           (they never import each other)
     memory       paged_kv/

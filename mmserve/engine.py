@@ -18,20 +18,19 @@ from typing import Self
 
 from mmserve.active_request import ActiveRequest, Choice, new_choice, record_timings, take_token
 from mmserve.composition import load_composition
-from mmserve.config import Config, ConfigError, device_names, is_simulated, kv_block_size, max_queue_wait_s, replica_devices, tpot_target_ms
+from mmserve.config import Config, ConfigError, device_names, max_queue_wait_s, tpot_target_ms
 from mmserve.decoder_group import DecoderGroup
-from mmserve.encoders.embedding_cache import CacheEvent
+from mmserve.decoder_specs import replica_specs
 from mmserve.errors import MmserveError, Overloaded
-from mmserve.ledger import CacheDropped, Ledger, RequestRow
-from mmserve.ledger import CacheEvent as CacheRow
+from mmserve.ledger import Ledger
 from mmserve.media import MediaKind, MediaLimits, MediaSpan, PreparedMedia
 from mmserve.media_service import MediaService
 from mmserve.metrics import Metrics
 from mmserve.modality_router import Route, route
 from mmserve.model_router import ModelChoice, choose_model
-from mmserve.plan import DecoderWorkerSpec, SimulatedModel
 from mmserve.readiness import proof_requests
 from mmserve.request import ChatRequest, FinishReason, Usage
+from mmserve.request_records import RequestRecords
 from mmserve.scheduler.admission import QueueLimits
 from mmserve.scheduler.scheduler import SchedulerLimits, TokenUpdate
 from mmserve.scheduler.sequence import Sequence
@@ -44,7 +43,6 @@ log = logging.getLogger(__name__)
 
 LONG_TEXT = 20_000  # characters; tokenizing more than this leaves the event loop
 LAG_INTERVAL_S = 0.05
-NUM_SIMULATED_IDS = 256  # different tokens in answers of simulated devices
 
 
 class AsyncEngine:
@@ -89,6 +87,7 @@ class AsyncEngine:
         async with AsyncExitStack() as stack:
             self.ledger = Ledger(self.data_dir / "ledger.db")
             stack.callback(self.ledger.close)
+            self._records = RequestRecords(self.ledger, self.metrics, has_disk=self.config.storage.embedding_disk_bytes > 0)
             buffer = SharedBuffer(encoder.shared_buffer_bytes)
             stack.callback(buffer.memory.close)
             self._media = MediaService(
@@ -99,7 +98,7 @@ class AsyncEngine:
                 cache_dir=self.data_dir / "embeddings",
                 rows_dtype=dtype,
                 on_restart=self._count_restart,
-                on_cache_event=self._index_cache,
+                on_cache_event=self._records.index_cache,
             )
             devices = {
                 MediaKind.IMAGE: device_names(model.vision_devices, device),
@@ -353,36 +352,8 @@ class AsyncEngine:
         self._media.room.give_back(active.num_media_bytes)
         self._idle.set()
         if active.recorded:
-            self._record(active, reason, now_s)
+            self._records.record_end(active, reason, now_s)
         return True
-
-    def _record(self, active: ActiveRequest, reason: FinishReason, now_s: float) -> None:
-        generation, usage, metrics = active.generation, active.generation.usage, self.metrics
-        model, mix = generation.model, active.route.modality_mix
-        ttft_s = None if active.first_token_s is None else active.first_token_s - active.arrival_s
-        metrics.request_success.labels(model, reason.value).inc()
-        metrics.prompt_tokens.labels(model).inc(usage.prompt_tokens)
-        metrics.generation_tokens.labels(model).inc(usage.completion_tokens)
-        metrics.e2e_request_latency_seconds.labels(model, mix).observe(now_s - active.arrival_s)
-        timings = generation.timings
-        metrics.request_queue_time_seconds.labels(model).observe(timings["queue"])
-        if ttft_s is not None:
-            metrics.request_prefill_time_seconds.labels(model).observe(timings["prefill"])
-            metrics.time_to_first_token_seconds.labels(model, mix).observe(ttft_s)
-        self.ledger.record_request(
-            RequestRow(
-                request_id=generation.request_id,
-                tenant_id=active.request.tenant,
-                modality_mask=active.route.modality_mask,
-                text_tokens=usage.text_tokens,
-                vision_tokens=usage.image_tokens,
-                audio_tokens=usage.audio_tokens,
-                ttft_ms=None if ttft_s is None else ttft_s * 1e3,
-                total_latency_ms=(now_s - active.arrival_s) * 1e3,
-                model_variant=model,
-                created_at=float(generation.created),
-            )
-        )
 
     async def _prove(self) -> None:
         """A real token, image and clip, through the real path, on every decoder: only then is the engine ready."""
@@ -402,37 +373,18 @@ class AsyncEngine:
             self.metrics.event_loop_lag_seconds.observe(max(0.0, time.monotonic() - due))
 
     def _make_group(self, name: str, device: str, dtype: str, num_threads: int, buffer: SharedBuffer) -> DecoderGroup:
-        model, scheduler, decoder = self.config.model, self.config.scheduler, self.composition.decoders[name]
-        is_beside_large = name == "small" and "large" in self.composition.decoders
-        num_ranks = model.small_tensor_parallel_size if is_beside_large else model.tensor_parallel_size
-        devices_text = model.small_devices if name == "small" else model.large_devices
-
-        simulated = None
-        if is_simulated(device):
-            shape = model.sim_small if name == "small" else model.sim_large
-            simulated = SimulatedModel(shape, self.tokenizers[name].printable_ids(NUM_SIMULATED_IDS))
-
-        def spec(device: str) -> DecoderWorkerSpec:
-            return DecoderWorkerSpec(
-                name=name,
-                directory=decoder.weights.path,
+        scheduler = self.config.scheduler
+        return DecoderGroup(
+            replica_specs(
+                name,
+                self.config,
+                self.composition,
                 device=device,
                 dtype=dtype,
                 num_threads=num_threads,
-                block_size=kv_block_size(scheduler.block_size, device, dtype),
                 max_model_len=self.max_model_len,
-                max_num_seqs=scheduler.max_num_seqs,
-                max_num_batched_tokens=scheduler.max_num_batched_tokens,
-                kv_cache_memory_bytes=scheduler.kv_cache_memory_bytes,
-                gpu_memory_utilization=scheduler.gpu_memory_utilization,
-                config=decoder.config,
-                names=decoder.weights.names,
-                simulated=simulated,
-            )
-
-        replicas = replica_devices(devices_text, device, num_ranks, f"{name}-devices")
-        return DecoderGroup(
-            tuple(tuple(map(spec, ranks)) for ranks in replicas),
+                tokenizer=self.tokenizers[name],
+            ),
             buffer.memory,
             SchedulerLimits(
                 self.max_model_len,
@@ -449,18 +401,6 @@ class AsyncEngine:
             lost=lambda sequence, error: self._fail(self._active_of[sequence.seq_id][0], error),
             on_restart=self._count_restart,
         )
-
-    def _index_cache(self, event: CacheEvent) -> None:
-        """Keep the ledger's index of the embedding cache.  Rows that leave memory may live on, on disk."""
-        key = event.key.hex()
-        if event.what == "dropped":
-            if event.tier == "disk" or not self.config.storage.embedding_disk_bytes:
-                self.ledger.record_cache_event(CacheDropped(key))
-            return
-        now = time.time()
-        num_hits = int(event.what == "hit")
-        uri = f"{event.tier}:{key}"
-        self.ledger.record_cache_event(CacheRow(key, event.kind.value, event.num_rows, uri, num_hits, now, now + event.expires_in_s))
 
     def _count_restart(self, role: str) -> None:
         self.metrics.worker_restarts.labels(role).inc()

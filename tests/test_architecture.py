@@ -17,9 +17,9 @@ MAX_LINES = 500
 # room -> the rooms it may import; a room may always import itself
 VOCABULARY = {"errors", "config", "composition", "media", "request", "plan", "shared_buffer", "transport", "child_process", "metrics"}
 ENGINE = {
-    "engine", "sync_engine", "active_request", "decoder_group", "replica_set", "replica", "supervisor", "media_service", "tokenizer",
-    "chat_template",
-    "token_fuser", "modality_router", "model_router", "token_stream", "readiness", "ledger", "spool",
+    "engine", "sync_engine", "active_request", "request_records", "decoder_group", "decoder_specs", "replica_set", "replica",
+    "supervisor", "media_service", "tokenizer",
+    "chat_template", "token_fuser", "modality_router", "model_router", "token_stream", "readiness", "ledger", "spool",
 }  # fmt: skip
 DOORS = {"__main__", "cli", "gateway", "bench", "evals"}
 BASEMENT = {

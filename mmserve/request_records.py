@@ -1,0 +1,60 @@
+"""What is kept of a request once it has ended, and of the cache's comings and goings: metrics, and rows in the ledger."""
+
+from __future__ import annotations
+
+import time
+
+from mmserve.active_request import ActiveRequest
+from mmserve.encoders.embedding_cache import CacheEvent
+from mmserve.ledger import CacheDropped, Ledger, RequestRow
+from mmserve.ledger import CacheEvent as CacheRow
+from mmserve.metrics import Metrics
+from mmserve.request import FinishReason
+
+
+class RequestRecords:
+    """`has_disk`: rows that leave memory may live on there."""
+
+    def __init__(self, ledger: Ledger, metrics: Metrics, *, has_disk: bool) -> None:
+        self._ledger = ledger
+        self._metrics = metrics
+        self._has_disk = has_disk
+
+    def record_end(self, active: ActiveRequest, reason: FinishReason, now_s: float) -> None:
+        """Its usage and timings must have been settled."""
+        generation, usage, metrics = active.generation, active.generation.usage, self._metrics
+        model, mix = generation.model, active.route.modality_mix
+        ttft_s = None if active.first_token_s is None else active.first_token_s - active.arrival_s
+        metrics.request_success.labels(model, reason.value).inc()
+        metrics.prompt_tokens.labels(model).inc(usage.prompt_tokens)
+        metrics.generation_tokens.labels(model).inc(usage.completion_tokens)
+        metrics.e2e_request_latency_seconds.labels(model, mix).observe(now_s - active.arrival_s)
+        metrics.request_queue_time_seconds.labels(model).observe(generation.timings["queue"])
+        if ttft_s is not None:
+            metrics.request_prefill_time_seconds.labels(model).observe(generation.timings["prefill"])
+            metrics.time_to_first_token_seconds.labels(model, mix).observe(ttft_s)
+        self._ledger.record_request(
+            RequestRow(
+                request_id=generation.request_id,
+                tenant_id=active.request.tenant,
+                modality_mask=active.route.modality_mask,
+                text_tokens=usage.text_tokens,
+                vision_tokens=usage.image_tokens,
+                audio_tokens=usage.audio_tokens,
+                ttft_ms=None if ttft_s is None else ttft_s * 1e3,
+                total_latency_ms=(now_s - active.arrival_s) * 1e3,
+                model_variant=model,
+                created_at=float(generation.created),
+            )
+        )
+
+    def index_cache(self, event: CacheEvent) -> None:
+        """Keep the ledger's index of the embedding cache."""
+        key = event.key.hex()
+        if event.what == "dropped":
+            if event.tier == "disk" or not self._has_disk:
+                self._ledger.record_cache_event(CacheDropped(key))
+            return
+        now, num_hits = time.time(), int(event.what == "hit")
+        uri = f"{event.tier}:{key}"
+        self._ledger.record_cache_event(CacheRow(key, event.kind.value, event.num_rows, uri, num_hits, now, now + event.expires_in_s))
