@@ -16,7 +16,8 @@ from mmserve.plan import DecoderReady, DecoderWorkerSpec, Rank
 from mmserve.replica import Replica, Rows
 from mmserve.replica_set import ReplicaSet
 from mmserve.scheduler.admission import QueueLimits
-from mmserve.scheduler.scheduler import SchedulerLimits, TokenUpdate
+from mmserve.scheduler.limits import SchedulerLimits
+from mmserve.scheduler.scheduler import TokenUpdate
 from mmserve.scheduler.sequence import Sequence
 from mmserve.shared_buffer import SharedMemory
 from mmserve.supervisor import Supervisor, Worker, alone
@@ -24,7 +25,7 @@ from mmserve.transport import Rendezvous
 
 log = logging.getLogger(__name__)
 
-MAX_WORKER_DEATHS = 3  # aboard this many dying workers, a sequence is more likely the cause than the victim
+LOADING_RETRY_S = 5.0  # a guess: how long a worker takes to load
 
 
 class DecoderGroup:
@@ -53,19 +54,25 @@ class DecoderGroup:
         self._deliver = deliver
         self._want = want
         self._lost = lost
+        self._on_restart = on_restart
         self._replicas = ReplicaSet(limits.max_model_len, queue, time.monotonic)
         self._held: dict[int, Sequence] = {}  # sequences that wait for a worker to live
         self._home: dict[int, Replica] = {}  # seq_id -> where it was placed last
         target = f"{worker_module(replicas[0][0].device)}:run_decoder"
         self._rendezvous: list[Rendezvous] = []
         self.supervisors = [
-            Supervisor(f"{self.name}-decoder-{i}", target, self._args_of_ranks(ranks, memory), self._serve, on_restart=on_restart)
+            Supervisor(f"{self.name}-decoder-{i}", target, self._args_of_ranks(ranks, memory), self._serve, on_restart=self._note_restart)
             for i, ranks in enumerate(replicas)
         ]
 
     @property
     def alive(self) -> bool:
         return len(self._replicas) > 0
+
+    @property
+    def broken(self) -> bool:
+        """No worker lives, and none can be expected to."""
+        return not self._replicas and all(supervisor.broken for supervisor in self.supervisors)
 
     async def close(self) -> None:
         await asyncio.gather(*(supervisor.close() for supervisor in self.supervisors))
@@ -74,12 +81,14 @@ class DecoderGroup:
 
     def check_room(self) -> None:
         """Raises Overloaded if it takes nothing just now, whatever it may be."""
+        if self.broken:
+            raise self._unavailable()
         self._replicas.check_room(num_held=len(self._held))
 
     def check(self, num_prompt: int, max_tokens: int | None, num_sequences: int, tenant: str, *, has_media: bool) -> int:
         """Most tokens, prompt and answer, that each sequence may reach.  Raises the error of whatever limit it would break."""
-        if not self._replicas.was_ready or (not self._replicas and all(supervisor.broken for supervisor in self.supervisors)):
-            raise Overloaded(f"the {self.name} decoder is starting again", retry_after_s=5.0)
+        if self.broken or not self._replicas.was_ready:
+            raise self._unavailable()
         return self._replicas.check(num_prompt, max_tokens, num_sequences, tenant, has_media=has_media, num_held=len(self._held))
 
     def retry_after_s(self, num_queued: int) -> float:
@@ -149,8 +158,20 @@ class DecoderGroup:
             log.warning("worker=%s pid=%d evacuated=%d", self.name, worker.pid, len(sequences))
         for sequence in sequences:
             self._home.pop(sequence.seq_id, None)
-            if sequence.num_worker_deaths >= MAX_WORKER_DEATHS:
-                self._lost(sequence, WorkerLost(f"{sequence.num_worker_deaths} workers ended with this request aboard"))
+            if sequence.is_fatal:
+                self._lost(sequence, WorkerLost(f"{sequence.num_worker_deaths} workers ended over this request"))
                 continue
             self._metrics.stream_recoveries.labels(self.name).inc()
             self.add(sequence)
+
+    def _note_restart(self, role: str) -> None:
+        """A life is over.  Those who have waited through many that came to nothing are told so."""
+        self._on_restart(role)
+        if not self._replicas and all(supervisor.hopeless for supervisor in self.supervisors):
+            held, self._held = self._held, {}
+            for sequence in held.values():
+                self._lost(sequence, self._unavailable())
+
+    def _unavailable(self) -> Overloaded:
+        pause_s = min(supervisor.next_start_in_s for supervisor in self.supervisors)
+        return Overloaded(f"the {self.name} decoder is starting again", code="decoder_unavailable", retry_after_s=pause_s + LOADING_RETRY_S)

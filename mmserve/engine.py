@@ -12,6 +12,7 @@ import os
 import random
 import time
 import uuid
+from collections.abc import Collection
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Self
@@ -21,18 +22,20 @@ from mmserve.composition import load_composition
 from mmserve.config import Config, ConfigError, device_names, max_queue_wait_s, tpot_target_ms
 from mmserve.decoder_group import DecoderGroup
 from mmserve.decoder_specs import replica_specs
-from mmserve.errors import MmserveError, Overloaded
+from mmserve.errors import MmserveError, Overloaded, WorkerLost
 from mmserve.ledger import Ledger
 from mmserve.media import MediaKind, MediaLimits, MediaSpan, PreparedMedia
 from mmserve.media_service import MediaService
 from mmserve.metrics import Metrics
 from mmserve.modality_router import Route, route
 from mmserve.model_router import ModelChoice, choose_model
+from mmserve.quarantine import Quarantine, prompt_digest
 from mmserve.readiness import proof_requests
 from mmserve.request import ChatRequest, FinishReason, Usage
 from mmserve.request_records import RequestRecords
 from mmserve.scheduler.admission import QueueLimits
-from mmserve.scheduler.scheduler import SchedulerLimits, TokenUpdate
+from mmserve.scheduler.limits import SchedulerLimits
+from mmserve.scheduler.scheduler import TokenUpdate
 from mmserve.scheduler.sequence import Sequence
 from mmserve.shared_buffer import SharedBuffer
 from mmserve.token_fuser import FusedPrompt, fuse
@@ -66,6 +69,7 @@ class AsyncEngine:
         self._active_of: dict[int, tuple[ActiveRequest, Choice]] = {}  # by seq_id
         self._fetches: dict[tuple[str, bytes], asyncio.Task[None]] = {}  # (request id, window key)
         self._num_preparing = 0
+        self._quarantine = Quarantine()
         self._proven: frozenset[str] = frozenset()
         self._draining = False
         self._idle = asyncio.Event()
@@ -185,7 +189,7 @@ class AsyncEngine:
             request.model,
             served_name=self.config.model.served_model_name or self.composition.name,
             available=self._groups.keys(),
-            capable=self.composition.decoders_taking(routed.pools),
+            capable=self._capable(routed),
             num_media=len(request.media),
             num_characters=num_characters,
         )
@@ -195,6 +199,8 @@ class AsyncEngine:
         else:
             pieces = self.tokenizers[choice.model].pieces(request)
         fused = fuse(pieces, {id(item.item): item for item in media})
+        if self._quarantine:
+            self._quarantine.check(prompt_digest(choice.model, fused.token_ids, fused.spans), arrival_s, param="messages")
         sampling = request.sampling
         max_total_tokens = self._groups[choice.model].check(
             len(fused.token_ids), sampling.max_tokens, sampling.n, request.tenant, has_media=bool(fused.spans)
@@ -398,9 +404,22 @@ class AsyncEngine:
             enable_prefix_caching=scheduler.enable_prefix_caching,
             deliver=self._deliver,
             want=self._want,
-            lost=lambda sequence, error: self._fail(self._active_of[sequence.seq_id][0], error),
+            lost=self._lose,
             on_restart=self._count_restart,
         )
+
+    def _lose(self, sequence: Sequence, error: MmserveError) -> None:
+        """A sequence that no worker can be found to compute, or that ends those that try."""
+        active, _ = self._active_of[sequence.seq_id]
+        if isinstance(error, WorkerLost):
+            prompt = sequence.token_ids[: sequence.num_prompt]
+            self._quarantine.add(prompt_digest(active.generation.model, prompt, sequence.spans), time.monotonic())
+        self._fail(active, error)
+
+    def _capable(self, routed: Route) -> Collection[str]:
+        """Decoders that take the media and have workers; or only the former, to say why it can't be had."""
+        capable = self.composition.decoders_taking(routed.pools)
+        return [name for name in capable if not self._groups[name].broken] or capable
 
     def _count_restart(self, role: str) -> None:
         self.metrics.worker_restarts.labels(role).inc()

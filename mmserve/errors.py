@@ -93,6 +93,14 @@ class UndecodableMedia(MmserveError):
     code = "undecodable_media"
 
 
+class ContentQuarantined(MmserveError):
+    """The same content ended workers a while ago."""
+
+    status = 422
+    type = "invalid_request_error"
+    code = "content_quarantined"
+
+
 class RateLimited(MmserveError):
     status = 429
     type = code = "rate_limit_exceeded"
@@ -119,7 +127,7 @@ class NumericalError(MmserveError):
 
 
 class WorkerLost(MmserveError):
-    """The request was aboard more dying workers than chance explains."""
+    """Workers died over this request: twice among others, and once over it alone."""
 
     code = "worker_lost"
 

@@ -19,8 +19,9 @@ from mmserve.media import MediaSpan
 from mmserve.metrics import Metrics
 from mmserve.paged_kv.kv_cache_manager import KVCacheManager
 from mmserve.plan import DecoderReady, StepFailed, StepResult
+from mmserve.scheduler.limits import SchedulerLimits
 from mmserve.scheduler.records import Records
-from mmserve.scheduler.scheduler import MAX_STEPS_IN_FLIGHT, Scheduler, SchedulerLimits, TokenUpdate
+from mmserve.scheduler.scheduler import MAX_STEPS_IN_FLIGHT, Scheduler, TokenUpdate
 from mmserve.scheduler.sequence import Sequence
 from mmserve.shared_buffer import BufferSlice
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import socket
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -26,8 +27,11 @@ log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 600.0  # loading weights and warming up, also on a busy machine
 FIRST_PAUSE_S = 0.1
+PAUSE_GROWTH = 4.0  # six starts in the first minute of a crash loop, and two in every other
 LONGEST_PAUSE_S = 30.0
-BROKEN_AFTER = 3  # lives in a row without one answer: a crash loop, which opens the circuit
+GOOD_LIFE_S = 5.0  # of a worker that was asked nothing
+BROKEN_AFTER = 3  # lives in a row that came to nothing: a crash loop, which opens the circuit
+HOPELESS_AFTER = 6  # whoever waits for it is told so
 
 
 def alone(*args: object) -> Callable[[], Sequence[tuple[object, ...]]]:
@@ -225,8 +229,11 @@ class Supervisor:
         self._args_of_ranks = args_of_ranks
         self._serve = serve
         self._on_restart = on_restart
-        self._first_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._failures = 0
+        self._loop = asyncio.get_running_loop()
+        self._first_ready: asyncio.Future[None] = self._loop.create_future()
+        self._num_failures = 0
+        self._next_start_s = 0.0  # of the loop's clock
+        self._ready_s = math.inf  # when this life was
         self._worker: Worker | None = None
         self._closing = False
         self._task = asyncio.create_task(self._run(), name=f"supervise-{role}")
@@ -234,7 +241,17 @@ class Supervisor:
     @property
     def broken(self) -> bool:
         """It has ended so often in a row before it did anything that waiting for it is not a plan."""
-        return self._failures >= BROKEN_AFTER
+        return self._num_failures >= BROKEN_AFTER
+
+    @property
+    def hopeless(self) -> bool:
+        """And so often that who has waited since has waited long enough."""
+        return self._num_failures >= HOPELESS_AFTER
+
+    @property
+    def next_start_in_s(self) -> float:
+        """How long it is until it is tried again; 0 while one lives or starts."""
+        return max(0.0, self._next_start_s - self._loop.time())
 
     @property
     def pid(self) -> int | None:
@@ -261,6 +278,7 @@ class Supervisor:
     async def _run(self) -> None:
         while not self._closing:
             worker = self._worker = await Worker.spawn(self.role, self._target, self._args_of_ranks())
+            self._ready_s = math.inf
             try:
                 await self._live(worker)
             except WorkerDied as error:
@@ -275,12 +293,20 @@ class Supervisor:
                 self._first_ready.set_exception(WorkerFailedToStart(f"the {self.role} worker ended before it was ready; its log says why"))
                 return
             # A worker that was killed at work is no crash loop, however often that happens.
-            self._failures = 0 if worker.num_answers else self._failures + 1
+            was_good = worker.num_answers > 0 or self._loop.time() >= self._ready_s + GOOD_LIFE_S
+            self._num_failures = 0 if was_good else self._num_failures + 1
+            if self._num_failures == BROKEN_AFTER:
+                log.error(
+                    "worker=%s has ended %d times before it did anything: requests are refused until it works", self.role, BROKEN_AFTER
+                )
+            pause_s = min(FIRST_PAUSE_S * PAUSE_GROWTH ** max(0, self._num_failures - 1), LONGEST_PAUSE_S)
+            self._next_start_s = self._loop.time() + pause_s
             self._on_restart(self.role)
-            await asyncio.sleep(min(FIRST_PAUSE_S * 2 ** (self._failures - 1), LONGEST_PAUSE_S))
+            await asyncio.sleep(pause_s)
 
     async def _live(self, worker: Worker) -> None:
         ready = await worker.receive(START_TIMEOUT_S)
+        self._ready_s = self._loop.time()
         log.info("worker=%s pid=%d ready", self.role, worker.pid)
         if not self._first_ready.done():
             self._first_ready.set_result(None)

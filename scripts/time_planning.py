@@ -19,7 +19,9 @@ from mmserve.paged_kv.kv_cache_manager import KVCacheManager
 from mmserve.plan import SampledToken, StepPlan, StepResult
 from mmserve.request import SamplingParams
 from mmserve.scheduler.cost_model import CostModel, shape_of
-from mmserve.scheduler.scheduler import Scheduler, SchedulerLimits
+from mmserve.scheduler.limits import SchedulerLimits
+from mmserve.scheduler.records import Records
+from mmserve.scheduler.scheduler import Scheduler
 from mmserve.scheduler.sequence import Sequence
 
 NUM_PROMPT = 600
@@ -35,7 +37,7 @@ def main() -> None:
     args = options.parse_args()
     limits = SchedulerLimits(MAX_MODEL_LEN, args.running, args.running * NUM_PROMPT, tpot_target_ms=35.0)
     kv = KVCacheManager(args.running * MAX_MODEL_LEN // 16, 16)
-    scheduler = Scheduler(limits, kv, lambda _: None)
+    scheduler = Scheduler(limits, kv, lambda _: None, Records())
     for i in range(args.running):
         scheduler.add(_sequence(i, args.tenants))
     _step(scheduler)

@@ -12,8 +12,9 @@ from mmserve.paged_kv.kv_cache_manager import KVCacheManager
 from mmserve.plan import SampledToken, StepFailed, StepPlan, StepResult
 from mmserve.request import SamplingParams
 from mmserve.scheduler.cost_model import Coefficients, CostModel, shape_of
+from mmserve.scheduler.limits import SchedulerLimits
 from mmserve.scheduler.records import Records
-from mmserve.scheduler.scheduler import Scheduler, SchedulerLimits, TokenUpdate
+from mmserve.scheduler.scheduler import Scheduler, TokenUpdate
 from mmserve.scheduler.sequence import Sequence
 
 

@@ -17,16 +17,32 @@ ROOMY = Admission(100, num_blocks=20, block_size=16, queue=QueueLimits(10), reco
 TIGHT = Admission(1000, num_blocks=4, block_size=16, queue=QueueLimits(10), records=Records())
 
 
+def ask(
+    door: Admission,
+    num_prompt: int,
+    max_tokens: int | None,
+    num_sequences: int,
+    tenant: str,
+    num_queued: int,
+    now_s: float,
+    num_before: int | None = None,
+    has_media: bool = True,
+) -> int:
+    """Everybody in the queue goes before it, unless told otherwise."""
+    num_before = num_queued if num_before is None else num_before
+    return door.check(num_prompt, max_tokens, num_sequences, tenant, num_queued, now_s, num_before=num_before, has_media=has_media)
+
+
 @pytest.mark.parametrize(
     ("num_prompt", "max_tokens", "max_total_tokens"),
     [(1, 1, 2), (60, 40, 100), (60, None, 100), (99, None, 100), (99, 1, 100)],
 )
 def test_a_request_may_grow_as_long_as_it_asked_for_or_as_there_is_room(num_prompt: int, max_tokens: int | None, max_total_tokens: int):
-    assert ROOMY.check(num_prompt, max_tokens, num_sequences=1, tenant="a", num_queued=0, now_s=1000.0) == max_total_tokens
+    assert ask(ROOMY, num_prompt, max_tokens, num_sequences=1, tenant="a", num_queued=0, now_s=1000.0) == max_total_tokens
 
 
 def test_without_max_tokens_an_answer_ends_where_the_cache_does():
-    assert TIGHT.check(20, None, num_sequences=1, tenant="a", num_queued=0, now_s=1000.0) == 64
+    assert ask(TIGHT, 20, None, num_sequences=1, tenant="a", num_queued=0, now_s=1000.0) == 64
 
 
 @pytest.mark.parametrize(
@@ -39,7 +55,7 @@ def test_without_max_tokens_an_answer_ends_where_the_cache_does():
 )
 def test_beyond_the_context_length_is_refused_with_both_numbers(num_prompt: int, max_tokens: int | None, param: str, message: str):
     with pytest.raises(ContextLengthExceeded) as caught:
-        ROOMY.check(num_prompt, max_tokens, num_sequences=1, tenant="a", num_queued=0, now_s=1000.0)
+        ask(ROOMY, num_prompt, max_tokens, num_sequences=1, tenant="a", num_queued=0, now_s=1000.0)
     assert (caught.value.message, caught.value.param, caught.value.status) == (message, param, 400)
 
 
@@ -52,16 +68,16 @@ def test_beyond_the_context_length_is_refused_with_both_numbers(num_prompt: int,
 )
 def test_what_could_never_fit_the_cache_is_refused_at_once(num_prompt: int, max_tokens: int | None, param: str, message: str):
     with pytest.raises(TooLarge) as caught:
-        TIGHT.check(num_prompt, max_tokens, num_sequences=1, tenant="a", num_queued=0, now_s=1000.0)
+        ask(TIGHT, num_prompt, max_tokens, num_sequences=1, tenant="a", num_queued=0, now_s=1000.0)
     assert (caught.value.message, caught.value.param, caught.value.status) == (message, param, 413)
 
 
 def test_a_full_queue_is_overloaded_and_every_choice_counts():
-    ROOMY.check(10, 10, num_sequences=1, tenant="a", num_queued=9, now_s=1000.0)
-    ROOMY.check(10, 10, num_sequences=10, tenant="a", num_queued=0, now_s=1000.0)
+    ask(ROOMY, 10, 10, num_sequences=1, tenant="a", num_queued=9, now_s=1000.0)
+    ask(ROOMY, 10, 10, num_sequences=10, tenant="a", num_queued=0, now_s=1000.0)
     for num_sequences, num_queued in [(1, 10), (2, 9), (11, 0)]:
         with pytest.raises(Overloaded) as caught:
-            ROOMY.check(10, 10, num_sequences, "a", num_queued, now_s=1000.0)
+            ask(ROOMY, 10, 10, num_sequences, "a", num_queued, now_s=1000.0)
         assert caught.value.status == 503
         assert caught.value.retry_after_s == 60.0  # nobody was seen to begin
 
@@ -69,9 +85,9 @@ def test_a_full_queue_is_overloaded_and_every_choice_counts():
 def test_a_queue_is_too_long_when_it_would_take_too_long():
     """512 places were five seconds of waiting on an eight-card box: every answer came, and each too late."""
     door = Admission(100, num_blocks=20, block_size=16, queue=QueueLimits(512, max_wait_s=0.5), records=busy())
-    door.check(10, 10, num_sequences=1, tenant="a", num_queued=24, now_s=1100.0)
+    ask(door, 10, 10, num_sequences=1, tenant="a", num_queued=24, now_s=1100.0)
     with pytest.raises(Overloaded, match=r"it would take 0.5 s to begin, with 26 before it in the queue; 0.5 s are the limit") as caught:
-        door.check(10, 10, num_sequences=1, tenant="a", num_queued=26, now_s=1100.0)
+        ask(door, 10, 10, num_sequences=1, tenant="a", num_queued=26, now_s=1100.0)
     assert caught.value.retry_after_s == 1.0
 
 
@@ -82,10 +98,10 @@ def test_who_used_more_than_others_is_refused_before_them():
     records.usage.join("greedy")
     records.usage.charge({"greedy": 100.0})  # five seconds at the rate at which that is forgiven
     door = Admission(100, num_blocks=20, block_size=16, queue=QueueLimits(512, max_wait_s=0.5), records=records)
-    door.check(10, 10, 1, "modest", num_queued=15, now_s=1100.0)
+    ask(door, 10, 10, 1, "modest", num_queued=15, now_s=1100.0)
     with pytest.raises(Overloaded, match=r"it would take 5.3 s to begin, with 15 before it"):
-        door.check(10, 10, 1, "greedy", num_queued=15, now_s=1100.0)
-    door.check(10, 10, 1, "greedy", num_queued=0, now_s=1125.0)  # nobody waits, and seldom did
+        ask(door, 10, 10, 1, "greedy", num_queued=15, now_s=1100.0)
+    ask(door, 10, 10, 1, "greedy", num_queued=0, now_s=1125.0)  # nobody waits, and seldom did
 
 
 @pytest.mark.parametrize("has_media", [False, True])
@@ -93,22 +109,22 @@ def test_each_kind_waits_only_for_those_of_its_own_who_go_before_it(has_media: b
     """In a surge of pictures two thirds of the text were refused, though each would have begun within a step or two."""
     records = busy()
     door = Admission(100, num_blocks=20, block_size=16, queue=QueueLimits(512, max_wait_s=0.5), records=records)
-    door.check(10, 10, 1, "a", num_queued=200, now_s=1100.0, num_before=24, has_media=has_media)
+    ask(door, 10, 10, 1, "a", num_queued=200, now_s=1100.0, num_before=24, has_media=has_media)
     with pytest.raises(Overloaded, match="with 26 before it"):
-        door.check(10, 10, 1, "a", num_queued=200, now_s=1100.0, num_before=26, has_media=has_media)
+        ask(door, 10, 10, 1, "a", num_queued=200, now_s=1100.0, num_before=26, has_media=has_media)
 
 
 def test_how_slowly_pictures_begin_says_nothing_about_text():
     records = Records(text_drain=drained(100.0, 50.0), media_drain=drained(5.0, 50.0))
     door = Admission(100, num_blocks=20, block_size=16, queue=QueueLimits(512, max_wait_s=0.5), records=records)
-    door.check(10, 10, 1, "a", num_queued=80, now_s=1050.0, num_before=40, has_media=False)
+    ask(door, 10, 10, 1, "a", num_queued=80, now_s=1050.0, num_before=40, has_media=False)
     with pytest.raises(Overloaded):
-        door.check(10, 10, 1, "a", num_queued=80, now_s=1050.0, num_before=40, has_media=True)
+        ask(door, 10, 10, 1, "a", num_queued=80, now_s=1050.0, num_before=40, has_media=True)
 
 
 def test_a_place_in_the_queue_is_needed_whoever_goes_first():
     with pytest.raises(Overloaded, match="10 of at most 10"):
-        ROOMY.check(10, 10, 1, "a", num_queued=10, now_s=1000.0, num_before=0, has_media=False)
+        ask(ROOMY, 10, 10, 1, "a", num_queued=10, now_s=1000.0, num_before=0, has_media=False)
 
 
 def test_media_are_in_less_haste_the_more_of_them_are_refused_and_recover():
@@ -118,7 +134,7 @@ def test_media_are_in_less_haste_the_more_of_them_are_refused_and_recover():
     def knock(times: int, num_before: int, *, has_media: bool = True) -> float:
         for _ in range(times):
             with contextlib.suppress(Overloaded):
-                door.check(10, 10, 1, "a", num_queued=0, now_s=1100.0, num_before=num_before, has_media=has_media)
+                ask(door, 10, 10, 1, "a", num_queued=0, now_s=1100.0, num_before=num_before, has_media=has_media)
         return records.haste.value
 
     assert knock(100, 0) == MEDIA_HASTE
@@ -130,17 +146,17 @@ def test_media_are_in_less_haste_the_more_of_them_are_refused_and_recover():
 
 def test_while_nothing_is_known_of_how_fast_a_queue_drains_only_its_length_counts():
     door = Admission(100, num_blocks=20, block_size=16, queue=QueueLimits(512, max_wait_s=0.5), records=Records())
-    door.check(10, 10, num_sequences=1, tenant="a", num_queued=511, now_s=0.0)
+    ask(door, 10, 10, num_sequences=1, tenant="a", num_queued=511, now_s=0.0)
 
 
 def test_a_request_that_can_never_fit_is_told_so_even_when_the_queue_is_full():
     with pytest.raises(ContextLengthExceeded):
-        ROOMY.check(1000, 10, num_sequences=1, tenant="a", num_queued=10, now_s=1000.0)
+        ask(ROOMY, 1000, 10, num_sequences=1, tenant="a", num_queued=10, now_s=1000.0)
 
 
 def test_an_empty_prompt_is_a_bad_request():
     with pytest.raises(BadRequest, match="empty") as caught:
-        ROOMY.check(0, 10, num_sequences=1, tenant="a", num_queued=0, now_s=1000.0)
+        ask(ROOMY, 0, 10, num_sequences=1, tenant="a", num_queued=0, now_s=1000.0)
     assert type(caught.value) is BadRequest
     assert issubclass(BadRequest, MmserveError)
 

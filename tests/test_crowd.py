@@ -9,9 +9,10 @@ from kv_world import FakeMedia, sequence
 
 from mmserve.paged_kv.kv_cache_manager import KVCacheManager
 from mmserve.scheduler.crowd import Crowd, MediaHaste
+from mmserve.scheduler.limits import SchedulerLimits
 from mmserve.scheduler.placement import Candidate, place
 from mmserve.scheduler.records import Records
-from mmserve.scheduler.scheduler import Scheduler, SchedulerLimits
+from mmserve.scheduler.scheduler import Scheduler
 from mmserve.scheduler.sequence import Sequence
 
 

@@ -12,9 +12,10 @@ from scheduler_desk import stopwatch
 from mmserve.paged_kv.kv_cache_manager import KVCacheManager
 from mmserve.scheduler.cost_model import PRIOR, Coefficients
 from mmserve.scheduler.fairness import FairQueue, TenantUsage
+from mmserve.scheduler.limits import SchedulerLimits
 from mmserve.scheduler.policy import MAX_OVERTAKEN_S, waiting_key
 from mmserve.scheduler.records import Records
-from mmserve.scheduler.scheduler import Scheduler, SchedulerLimits
+from mmserve.scheduler.scheduler import Scheduler
 from mmserve.scheduler.sequence import Sequence
 
 SLOW_CPU = Coefficients(step=30.0, row=0.8, token=1.9, pair=1e-4, context=2e-3)

@@ -18,7 +18,9 @@ from mmserve.media import MediaSpan
 from mmserve.paged_kv.kv_cache_manager import KVCacheManager
 from mmserve.plan import SampledToken, StepFailed, StepPlan, StepResult
 from mmserve.request import FinishReason, SamplingParams
-from mmserve.scheduler.scheduler import MAX_STEPS_IN_FLIGHT, Scheduler, SchedulerLimits, TokenUpdate
+from mmserve.scheduler.limits import SchedulerLimits
+from mmserve.scheduler.records import Records
+from mmserve.scheduler.scheduler import MAX_STEPS_IN_FLIGHT, Scheduler, TokenUpdate
 from mmserve.scheduler.sequence import Sequence, Status
 
 MAX_STEPS = 4000
@@ -60,7 +62,7 @@ class Town:
 
     def start_worker(self) -> None:
         self.kv = KVCacheManager(self.num_blocks, self.block_size, self.prefix_caching)
-        self.scheduler = Scheduler(self.limits, self.kv, self.media.rows_of)
+        self.scheduler = Scheduler(self.limits, self.kv, self.media.rows_of, Records())
         self.worker = FakeWorker(self.num_blocks, self.block_size, self.media)
         self.flights: deque[Flight] = deque()  # steps that were sent, oldest first; each is run when its turn to land comes
 
@@ -208,7 +210,7 @@ class Town:
         assert self.scheduler.num_late_results == before + 1
 
     def die(self) -> None:
-        aboard = {seq_id for flight in self.flights for seq_id in flight.plan.seq_ids}
+        aboard = set(self.flights[0].plan.seq_ids)  # the step that ran
         before = {seq_id: each.num_worker_deaths for seq_id, each in self.live.items()}
         orphans = self.scheduler.evacuate()
         assert {each.seq_id for each in orphans} == set(self.live)

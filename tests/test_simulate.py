@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mmserve.scheduler.admission import QueueLimits
-from mmserve.scheduler.scheduler import SchedulerLimits
+from mmserve.scheduler.limits import SchedulerLimits
 from mmserve.sim.hardware import A100
 from mmserve.sim.virtual_time import run_in_virtual_time
 from scripts.simulation import report

@@ -12,7 +12,9 @@ from scheduler_desk import Desk, greedy, stopwatch
 
 from mmserve.paged_kv.kv_cache_manager import KVCacheManager
 from mmserve.scheduler.cost_model import PRIOR, Coefficients, CostModel, shape_of
-from mmserve.scheduler.scheduler import Scheduler, SchedulerLimits
+from mmserve.scheduler.limits import SchedulerLimits
+from mmserve.scheduler.records import Records
+from mmserve.scheduler.scheduler import Scheduler
 from mmserve.scheduler.step_budget import PREFILL_FLOOR, PrefillRoom
 
 ROUND = Coefficients(step=10.0, row=1.0, token=0.125, pair=1e-9, context=1e-9)
@@ -61,7 +63,7 @@ def test_the_floor_is_for_all_prompts_of_a_step_together():
 def test_on_a_slower_box_than_was_thought_steps_still_come_to_take_what_they_may():
     true = Coefficients(step=20.0, row=0.1, token=0.3, pair=1e-5, context=1e-4)
     kv, media = KVCacheManager(2000, 16), FakeMedia()
-    scheduler = Scheduler(SchedulerLimits(8192, 16, 1024, tpot_target_ms=50.0), kv, media.rows_of)
+    scheduler = Scheduler(SchedulerLimits(8192, 16, 1024, tpot_target_ms=50.0), kv, media.rows_of, Records())
     scheduler.add(sequence(0, 20, sampling=greedy(max_tokens=3000)))
     durations = []
     for i in range(1, 200):

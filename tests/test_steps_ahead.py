@@ -16,8 +16,9 @@ from mmserve.plan import DecoderReady, RowSampling, SampledToken, StepFailed, St
 from mmserve.replica import Replica
 from mmserve.request import FinishReason
 from mmserve.scheduler.cost_model import CostModel
+from mmserve.scheduler.limits import SchedulerLimits
 from mmserve.scheduler.records import Records
-from mmserve.scheduler.scheduler import SchedulerLimits, TokenUpdate
+from mmserve.scheduler.scheduler import TokenUpdate
 from mmserve.sim.virtual_time import run_in_virtual_time
 from mmserve.worker.in_order import InOrder
 

@@ -193,7 +193,8 @@ class VirtualSupervisor:
         on_restart: Callable[[str], None],
     ) -> None:
         self.role = role
-        self.broken = False
+        self.broken = self.hopeless = False
+        self.next_start_in_s = 0.0
         self.life: Life | None = None
         self.is_decoder = target.endswith("run_decoder")
         self._num_sent = 0  # to earlier lives

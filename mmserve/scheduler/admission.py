@@ -35,12 +35,12 @@ class Admission:
         num_queued: int,
         now_s: float,
         *,
-        num_before: int | None = None,
-        has_media: bool = True,
+        num_before: int,
+        has_media: bool,
     ) -> int:
         """How long each of `num_sequences` may become, prompt and answer together, given `num_queued` sequences wait already.
 
-        Of its own kind, those with media or those without, `num_before` go before it; all of the queue if that is not known.  What it will
+        Of its own kind, those with media or those without, `num_before` go before it.  What it will
         wait for them is judged by how fast those of its kind began: text is not refused because there are too many pictures.
 
         Raises ContextLengthExceeded, TooLarge (it would not fit even alone) or Overloaded, to come back when the queue has drained.
@@ -62,7 +62,7 @@ class Admission:
                 f"({num_prompt} in the prompt, {num_answer} for the answer)",
                 param="messages" if num_prompt >= self._capacity else "max_tokens",
             )
-        refusal = self._refusal(num_sequences, tenant, num_queued, num_queued if num_before is None else num_before, now_s, has_media)
+        refusal = self._refusal(num_sequences, tenant, num_queued, num_before, now_s, has_media)
         if has_media:
             self._records.haste.observe(is_taken=refusal is None)
         if refusal is not None:

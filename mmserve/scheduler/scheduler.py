@@ -10,9 +10,8 @@ samples, whichever it will be.  What a step in flight computes for somebody who 
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from mmserve.errors import NumericalError, OutOfBlocks, Overloaded
@@ -25,23 +24,17 @@ from mmserve.scheduler.cost_model import shape_of
 from mmserve.scheduler.crowd import Crowd
 from mmserve.scheduler.fairness import FairQueue
 from mmserve.scheduler.kv_reserve import KVReserve
+from mmserve.scheduler.limits import SchedulerLimits
 from mmserve.scheduler.placement import Candidate
 from mmserve.scheduler.plan_builder import Row, StepInFlight, build_plan
 from mmserve.scheduler.policy import SequenceQueue, newcomer_key, running_key, waiting_key
 from mmserve.scheduler.records import Records
 from mmserve.scheduler.sequence import RowsOf, Sequence, Status
 from mmserve.scheduler.step_budget import PrefillRoom, StepBudget
+from mmserve.scheduler.trials import Trials, blame
 
 STEP_SHARE = 0.98  # of the target that steps aim at: predictions are as often too low as too high
 MAX_STEPS_IN_FLIGHT = 2  # one that runs, and the one that a worker takes up without waiting for us
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    max_model_len: int  # tokens of one sequence
-    max_num_seqs: int  # sequences in the running set
-    max_num_batched_tokens: int  # tokens in one step
-    tpot_target_ms: float = math.inf  # how long a step with decodes in it may take
 
 
 class TokenUpdate(NamedTuple):
@@ -60,7 +53,7 @@ class Scheduler:
     them in order and answers each by a result or a failure.
     """
 
-    def __init__(self, limits: SchedulerLimits, kv: KVCacheManager, rows_of: RowsOf, records: Records | None = None) -> None:
+    def __init__(self, limits: SchedulerLimits, kv: KVCacheManager, rows_of: RowsOf, records: Records) -> None:
         self.kv = kv
         self.num_preemptions = 0
         self.num_prefix_queries = 0  # tokens of first admissions
@@ -68,7 +61,6 @@ class Scheduler:
         self.num_late_results = 0
         self._max_num_tokens = min(limits.max_model_len, kv.capacity)
         self._rows_of = rows_of
-        records = Records() if records is None else records
         self._costs = records.costs
         self._usage = records.usage
         self._records = records
@@ -80,6 +72,7 @@ class Scheduler:
         self._crowd = Crowd(records.haste)
         self._waiting = FairQueue(self._usage)
         self._running = SequenceQueue()
+        self._trials = Trials()
         self._pending_ms: float | None = None  # None: to be summed up again
         self._num_steps = 0
         self._steps: deque[StepInFlight] = deque()  # in flight, oldest first
@@ -127,6 +120,7 @@ class Scheduler:
         sequence.extend_hashes()
         self._reserve.observe(sequence.num_prompt)
         self._sequences[sequence.seq_id] = sequence
+        self._trials.join(sequence)
         self._usage.join(sequence.tenant)
         prompt_ms = self._costs.row_ms(0, sequence.num_tokens)
         self._crowd.join(sequence, prompt_ms)
@@ -152,9 +146,16 @@ class Scheduler:
             return None
         self._pending_ms = None
         rows: list[Row] = []
-        room = self._schedule_running(rows)
-        self._schedule_waiting(rows, room, now_s)
-        return self._launch(rows) if rows else None
+        for is_trial in self._trials.turns():
+            if is_trial:
+                self._schedule_suspect(rows, now_s)
+            else:
+                room = self._schedule_running(rows)
+                self._schedule_waiting(rows, room, now_s)
+            if rows:
+                self._trials.took_turn(is_trial=is_trial)
+                return self._launch(rows)
+        return None
 
     def apply(self, result: StepResult, now_s: float) -> list[TokenUpdate]:
         """Take in what a step computed.  A late result, of a step nobody waits for, changes nothing."""
@@ -163,7 +164,7 @@ class Scheduler:
             return []
         self._budget.recover()
         self._reserve.relax()
-        self._account(step, result.seconds)
+        self._records.account(step.shape, [(row.sequence.tenant, row.start, row.stop) for row in step.rows], result.seconds)
         failed = frozenset(result.failed_rows)
         updates: list[TokenUpdate] = []
         for index, ((sequence, start, stop, epoch), token) in enumerate(zip(step.rows, result.tokens, strict=True)):
@@ -176,6 +177,8 @@ class Scheduler:
                 updates.append(self._fail(sequence, NumericalError.code))
                 continue
             sequence.num_computed = stop
+            if start < sequence.trial_stop:
+                self._trials.landed(sequence)
             reason = None
             if wants_token and token is not None:
                 sequence.num_ahead -= 1
@@ -213,11 +216,12 @@ class Scheduler:
 
     def evacuate(self) -> list[Sequence]:
         """The worker is gone, and every byte of KV with it.  Hands over all sequences as if they had never been computed, tokens kept."""
-        aboard = {row.sequence.seq_id for step in self._steps for row in step.rows}
+        if self._steps:
+            blame(self._steps[0])  # the one that ran: those behind it had not begun
         self._steps.clear()
         orphans = sorted(self._sequences.values(), key=running_key)
         for sequence in orphans:
-            sequence.num_worker_deaths += sequence.seq_id in aboard
+            self._trials.leave(sequence)
             self._leave_queue(sequence)
             self._reset(sequence)
             self._usage.leave(sequence.tenant)
@@ -231,11 +235,11 @@ class Scheduler:
         wanted: list[tuple[Sequence, MediaSpan]] = []
         for sequence in self._running:
             if sequence.num_scheduled < sequence.media_stop:
-                wanted += self._wanted_by(sequence, sequence.num_scheduled)
+                wanted += sequence.missing_spans(sequence.num_scheduled, self._rows_of)
         for sequence in self._waiting.only(lambda each: bool(each.spans)):
             missing = self._first_missing(sequence)
             if missing is not None:
-                wanted += self._wanted_by(sequence, missing.start)
+                wanted += sequence.missing_spans(missing.start, self._rows_of)
         return wanted
 
     def match(self, sequence: Sequence) -> int:
@@ -256,6 +260,7 @@ class Scheduler:
     def check(self) -> None:
         """The books agree with each other: queues, statuses, tables, reference counts."""
         assert len(self._running) + len(self._waiting) == len(self._sequences)
+        assert all(self._sequences.get(suspect.seq_id) is suspect for suspect in self._trials)
         for sequence in self._running:
             assert sequence.status is Status.RUNNING
             assert sequence.num_computed < sequence.num_tokens
@@ -276,6 +281,8 @@ class Scheduler:
             sequence = self._running[index]
             index += 1
             start = sequence.num_scheduled
+            if sequence in self._trials:
+                continue
             if start + 1 < sequence.num_expected or start < sequence.media_stop:
                 catching_up.append(sequence)
             elif sequence.num_ahead and sequence.is_full(sequence.num_expected):
@@ -286,6 +293,19 @@ class Scheduler:
         for sequence in catching_up:
             self._add_row(rows, room, sequence)
         return room
+
+    def _schedule_suspect(self, rows: list[Row], now_s: float) -> None:
+        """A step for the first suspect that can be computed."""
+        room = PrefillRoom(self._costs, self._budget.num_tokens, self._step_ms if len(self._running) > 1 else math.inf)
+        for sequence in self._trials:
+            if sequence.status is Status.WAITING:
+                is_in = self._has_place(room) and self._first_missing(sequence) is None and self._admit(sequence, 0, now_s)
+            else:
+                is_in = not (sequence.num_ahead and sequence.is_full(sequence.num_expected)) and self._grow(sequence)
+            if is_in:
+                self._add_row(rows, room, sequence)
+            if rows:
+                return
 
     def _room_beside(self, decodes: list[Row]) -> PrefillRoom:
         """What a step may hold besides these single-token rows.  Where nobody waits for the next token, a step may take its time."""
@@ -313,7 +333,7 @@ class Scheduler:
             if not self._has_place(room):
                 return
             missing = self._first_missing(sequence)
-            if self._must_wait(sequence, missing, num_stalled, under_way):
+            if sequence in self._trials or self._must_wait(sequence, missing, num_stalled, under_way):
                 continue
             if self._admit(sequence, 0 if is_idle else self._headroom(sequence, growth), now_s):
                 is_idle = False
@@ -392,17 +412,13 @@ class Scheduler:
         sequence.num_computed = sequence.num_scheduled = num_cached
         if sequence.first_step_s is None:
             sequence.first_step_s = now_s
-            self._note_begun(sequence, now_s)
+            has_media = bool(sequence.spans)
+            is_empty = not any(bool(each.spans) == has_media for each in self._waiting)
+            self._records.note_begun(sequence.arrival_s, now_s, has_media=has_media, is_empty=is_empty, are_all_empty=not self._waiting)
             sequence.num_cached_tokens = num_cached
             self.num_prefix_queries += sequence.num_tokens
             self.num_prefix_hits += num_cached
         return True
-
-    def _note_begun(self, sequence: Sequence, now_s: float) -> None:
-        records, has_media = self._records, bool(sequence.spans)
-        records.drain.left(sequence.arrival_s, now_s, is_empty=not self._waiting)
-        is_empty = not any(bool(each.spans) == has_media for each in self._waiting)
-        records.drain_of(has_media=has_media).left(sequence.arrival_s, now_s, is_empty=is_empty)
 
     def _grow(self, sequence: Sequence) -> bool:
         """Room for all its tokens, if need be by preempting who comes last.  False if that was the sequence itself."""
@@ -440,15 +456,6 @@ class Scheduler:
         self._pending_ms = None
         return self._steps.popleft()
 
-    def _account(self, step: StepInFlight, seconds: float) -> None:
-        """Learn from how long a step took, and put it down to tenants: to every row its own work and an equal share of the rest."""
-        self._costs.observe(step.shape, seconds)
-        shared_ms = self._costs.coefficients.step / len(step.rows)
-        ms_by_tenant: defaultdict[str, float] = defaultdict(float)
-        for sequence, start, stop, _ in step.rows:
-            ms_by_tenant[sequence.tenant] += shared_ms + self._costs.row_ms(start, stop)
-        self._usage.charge(ms_by_tenant)
-
     def _preempt(self, sequence: Sequence) -> None:
         sequence.num_preemptions += 1
         self.num_preemptions += 1
@@ -465,6 +472,7 @@ class Scheduler:
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         self._leave_queue(sequence)
+        self._trials.leave(sequence)
         del self._sequences[sequence.seq_id]
         self._usage.leave(sequence.tenant)
         self._crowd.leave(sequence)
@@ -485,9 +493,6 @@ class Scheduler:
 
     def _leave_queue(self, sequence: Sequence) -> None:
         (self._running if sequence.status is Status.RUNNING else self._waiting).remove(sequence)
-
-    def _wanted_by(self, sequence: Sequence, num_computed: int) -> list[tuple[Sequence, MediaSpan]]:
-        return [(sequence, span) for span in sequence.spans if span.stop > num_computed and self._rows_of(span.key) is None]
 
     def _tables(self) -> Iterable[BlockTable]:
         return (sequence.block_table for sequence in self._sequences.values())

@@ -50,7 +50,9 @@ class Sequence:
     block_hashes: list[bytes] = field(default_factory=list)  # of every full stride; names content, so it survives preemption and death
     num_cached_tokens: int = 0  # found in the prefix cache when first admitted
     num_preemptions: int = 0
-    num_worker_deaths: int = 0
+    num_worker_deaths: int = 0  # with a step of its in the works
+    trial_stop: int = 0  # up to here it is computed alone: it was aboard more dying workers than one
+    is_fatal: bool = False  # a worker died over it alone
     finish_reason: FinishReason | None = None
     first_step_s: float | None = None
     first_token_s: float | None = None
@@ -93,6 +95,10 @@ class Sequence:
             if span.stop > num_computed and rows_of(span.key) is None:
                 return span
         return None
+
+    def missing_spans(self, num_computed: int, rows_of: RowsOf) -> list[tuple[Sequence, MediaSpan]]:
+        """All of them, each with the sequence that waits for it."""
+        return [(self, span) for span in self.spans if span.stop > num_computed and rows_of(span.key) is None]
 
     @property
     def num_expected(self) -> int:

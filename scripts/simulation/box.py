@@ -28,7 +28,8 @@ from mmserve.replica import Replica
 from mmserve.replica_set import ReplicaSet
 from mmserve.request import SamplingParams
 from mmserve.scheduler.admission import QueueLimits
-from mmserve.scheduler.scheduler import SchedulerLimits, TokenUpdate
+from mmserve.scheduler.limits import SchedulerLimits
+from mmserve.scheduler.scheduler import TokenUpdate
 from mmserve.scheduler.sequence import Sequence
 from mmserve.shared_buffer import ITEM_SIZE, BufferSlice, SharedBuffer
 from mmserve.sim.hardware import LLAMA_8B, LLAMA_70B, Card, DecoderShape
