@@ -21,6 +21,7 @@ from virtual_engine import VirtualSupervisor, draw_token, expected_rows, name_of
 
 from mmserve import AsyncEngine, ChatRequest, Config, Message, SamplingParams
 from mmserve.config import EncoderConfig, ModelConfig, SchedulerConfig, StorageConfig
+from mmserve.errors import ContentQuarantined, WorkerLost
 from mmserve.media import MediaItem, MediaKind
 from mmserve.request import FinishReason
 from mmserve.sim.virtual_time import run_in_virtual_time
@@ -60,6 +61,7 @@ class Village:
         self.engine = engine
         self.supervisors = supervisors
         self.rng = rng
+        self.has_poison = rng.random() < 0.3  # some requests end whoever computes them
         self.num_kills = 0
         self.num_tokens = 0
 
@@ -106,8 +108,16 @@ class Village:
         request = self.draw_request()
         patience_s = self.rng.uniform(0.0, 1.0) if self.rng.random() < 0.25 else None
         await asyncio.sleep(arrival_s)
-        generation = await self.engine.submit(request)
+        try:
+            generation = await self.engine.submit(request)
+        except ContentQuarantined:
+            assert self.has_poison
+            return
         asked = Asked(request, generation, self.answers(generation))
+        is_poison = self.has_poison and self.rng.random() < 0.1
+        if is_poison:
+            active = self.engine._active[generation.request_id]
+            VirtualSupervisor.poison.add(self.rng.choice(active.choices).sequence.seq_id)
         try:
             async with asyncio.timeout(patience_s):
                 async for delta in generation:
@@ -117,7 +127,9 @@ class Village:
                         asked.reasons[delta.index] = delta.finish_reason
         except TimeoutError:
             generation.cancel()
-        self.judge(asked, may_be_cut=patience_s is not None)
+        except WorkerLost:
+            assert is_poison, "an innocent request was lost"
+        self.judge(asked, may_be_cut=is_poison or patience_s is not None)
 
     def answers(self, generation: Generation) -> list[list[int]]:
         """What each choice must say, from the prompt's ids and the items' bytes alone."""
@@ -150,9 +162,10 @@ class Village:
             assert may_be_cut or index in asked.reasons, "a stream ended without saying so"
 
     async def kill(self) -> None:
-        """Nobody is aboard more dying workers than are taken for chance."""
+        """Nobody is aboard more dying workers than are taken for chance, and no suspect dies by chance."""
         rng = self.rng
-        for supervisor in rng.sample(self.supervisors, k=rng.choice([0, 1, 2, 3])):
+        victims = [each for each in self.supervisors if not (each.is_decoder and self.has_poison)]
+        for supervisor in rng.sample(victims, k=min(len(victims), rng.choice([0, 1, 2, 3]))):
             for _ in range(rng.choice([1, 2])):
                 await asyncio.sleep(rng.uniform(0.0, 0.7))
                 if supervisor.life is not None and not supervisor.life.died.is_set():

@@ -120,6 +120,9 @@ class Life:
             message, reply = await self._calls.get()
             await asyncio.sleep(self._rng.choice([0.001, 0.004, 0.015, 0.04]))
             self._replies.remove(reply)
+            if not VirtualSupervisor.poison.isdisjoint(getattr(message, "seq_ids", ())):
+                self._replies.append(reply)
+                return self.kill()
             answer = self._run(message)
             if not reply.done():
                 reply.set_result(answer)
@@ -181,6 +184,7 @@ class VirtualSupervisor:
     rng: random.Random
     eos: int
     all: list[VirtualSupervisor]
+    poison: set[int]  # seq_ids: a decoder that computes one of them dies
     _pids = itertools.count(1)
 
     def __init__(
@@ -279,6 +283,7 @@ def virtual_world(seed: int, eos: int) -> Iterator[list[VirtualSupervisor]]:
     VirtualSupervisor.rng = VirtualDecode.rng = random.Random(seed)
     VirtualSupervisor.eos = eos
     VirtualSupervisor.all = []
+    VirtualSupervisor.poison = set()
     with (
         mock.patch("mmserve.decoder_group.Supervisor", VirtualSupervisor),
         mock.patch("mmserve.media_service.Supervisor", VirtualSupervisor),
