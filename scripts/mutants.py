@@ -35,6 +35,7 @@ TESTS = (
     "test_scheduler_pressure.py",
     "test_steps_ahead.py",
     "test_crowd.py",
+    "test_trials.py",
     "test_scheduler_random.py",
     "test_paged_kv_stateful.py",
 )
@@ -180,6 +181,30 @@ MUTANTS = (
     ),
     Mutant(
         "the youngest is spared, the oldest preempted", "scheduler/scheduler.py", "victim = self._running[-1]", "victim = self._running[0]"
+    ),
+    Mutant(
+        "a suspect runs among the others",
+        "scheduler/scheduler.py",
+        "            if sequence in self._trials:\n                continue\n",
+        "",
+    ),
+    Mutant(
+        "whoever waits behind the step that ran is blamed, too",
+        "scheduler/scheduler.py",
+        "            blame(self._steps[0])",
+        "            blame(self._steps[-1])",
+    ),
+    Mutant(
+        "a trial ends a token too early",
+        "scheduler/trials.py",
+        "PAST = 2",
+        "PAST = 0",
+    ),
+    Mutant(
+        "a suspect that was cleared stays one",
+        "scheduler/trials.py",
+        "            self.leave(sequence)\n\n    def turns",
+        "\n    def turns",
     ),
 )
 
