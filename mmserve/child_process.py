@@ -1,7 +1,7 @@
 """Start a process of ours: spawned, bound to its parent's life, talking over a socket pair.
 
 The child runs `module:function(end, *args)`.  It never re-imports the parent's `__main__`, so a script that embeds the engine needs no
-`if __name__ == "__main__"` guard, and it dies with its parent whatever kills that.
+`if __name__ == "__main__"` guard, and it dies with its parent whatever kills that.  `ps` and `top` show what it is for.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_MAX_NAME = 15  # bytes that the kernel keeps (prctl(2))
 _MALLOC = "glibc.malloc.hugetlb=1"  # ask for huge pages for whatever is large: fewer page faults, fewer misses of the TLB
 
 
@@ -40,8 +42,15 @@ def start_child(target: str, args: tuple[object, ...], name: str, *, is_large: b
     return process, ours
 
 
+def shown_name(name: str) -> str:
+    """What the kernel calls a child of that name: `mmserve-decode`, and where that would not fit, `small-decoder-0`."""
+    return (name if len(name) <= _MAX_NAME else name.removeprefix("mmserve-"))[:_MAX_NAME]
+
+
 def _enter(parent_pid: int, target: str, end: socket.socket, args: tuple[object, ...]) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    libc.prctl(_PR_SET_NAME, shown_name(multiprocessing.current_process().name).encode())
     if os.getppid() != parent_pid:  # the parent died before the line above
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is main's to handle

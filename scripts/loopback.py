@@ -14,6 +14,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -42,9 +43,22 @@ def loopback_url(text: str) -> str:
     return text.rstrip("/")
 
 
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A server of our own: where it is, and its process, for those who mean it harm."""
+
+    url: str
+    process: asyncio.subprocess.Process
+    data_dir: Path
+
+    @property
+    def log(self) -> Path:
+        return self.data_dir / "server.log"
+
+
 @asynccontextmanager
-async def server(data_dir: Path, *flags: str) -> AsyncIterator[str]:
-    """A server of our own on a free port, ready for everything; yields its URL.  Its log is `data_dir`/server.log."""
+async def running(data_dir: Path, *flags: str) -> AsyncIterator[Running]:
+    """A server of our own on a free port, ready for everything.  Its log is `data_dir`/server.log."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     arguments = ("-m", "mmserve", "serve", "--port", str(port), "--data-dir", str(data_dir), *flags)
@@ -52,9 +66,16 @@ async def server(data_dir: Path, *flags: str) -> AsyncIterator[str]:
         process = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=log, stderr=log, stdin=asyncio.subprocess.DEVNULL)
         try:
             await wait_ready(f"{url}/health/ready", process, data_dir / "server.log")
-            yield url
+            yield Running(url, process, data_dir)
         finally:
             await stop(process)
+
+
+@asynccontextmanager
+async def server(data_dir: Path, *flags: str) -> AsyncIterator[str]:
+    """The same for those who only want to talk to it; yields its URL."""
+    async with running(data_dir, *flags) as own:
+        yield own.url
 
 
 @asynccontextmanager
@@ -173,8 +194,9 @@ class Scrape:
         return {float(s.labels["le"]): s.value for s in self._samples if s.name == f"mmserve:{name}_bucket"}
 
 
-async def scrape(url: str) -> Scrape:
-    async with aiohttp.ClientSession(raise_for_status=True) as session, session.get(f"{url}/metrics") as answer:
+async def scrape(url: str, api_key: str | None = None) -> Scrape:
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    async with aiohttp.ClientSession(raise_for_status=True, headers=headers) as session, session.get(f"{url}/metrics") as answer:
         return Scrape(await answer.text())
 
 

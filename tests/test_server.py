@@ -18,8 +18,9 @@ import pytest_asyncio
 from openai import AsyncOpenAI
 
 from mmserve.cli import bench
-from scripts.loopback import audio_part, client, image_part, scrape, server, text_part, user
-from scripts.show_streams import decoder_pids
+from scripts import loopback
+from scripts.faults.family import children, gone, workers
+from scripts.loopback import audio_part, client, image_part, scrape, text_part, user
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -35,7 +36,7 @@ GUITAR = audio_part((EXAMPLES / "guitar.wav").read_bytes())
 @dataclass(frozen=True)
 class Running:
     url: str
-    log: Path
+    pid: int
     openai: AsyncOpenAI
 
     async def reading(self, name: str) -> float:
@@ -49,8 +50,8 @@ class Running:
 
 @asynccontextmanager
 async def running(directory: Path) -> AsyncIterator[Running]:
-    async with server(directory) as url, client(url) as openai:
-        yield Running(url, directory / "server.log", openai)
+    async with loopback.running(directory) as server, client(server.url) as openai:
+        yield Running(server.url, server.process.pid, openai)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -106,7 +107,7 @@ async def test_streams_survive_a_killed_decoder(served: Running):
     under_way.clear()
     streams = [asyncio.create_task(stream()) for _ in range(8)]
     await under_way.wait()
-    os.kill(decoder_pids(served.log)["small-decoder-0"], signal.SIGKILL)
+    os.kill(workers(served.pid)["small-decoder-0"], signal.SIGKILL)
     assert await asyncio.gather(*streams) == [alone] * 8
     assert await served.reading("stream_recoveries_total") > 0
     await served.until("kv_cache_usage_perc", 0)
@@ -125,14 +126,10 @@ async def test_a_client_that_leaves_frees_its_blocks(served: Running, stream: bo
 
 async def test_a_killed_server_leaves_no_process_behind(tmp_path: Path):
     async with running(tmp_path) as served:
-        decoder = decoder_pids(served.log)["small-decoder-0"]
-        main = parent_of(decoder)
-        family = [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if parent_of(pid) == main]
+        family = [child.pid for child in children(served.pid)]
         assert len(family) >= 5  # four workers and a decode process
-        os.kill(main, signal.SIGKILL)
-        async with asyncio.timeout(30):
-            while any(map(is_running, family)):
-                await asyncio.sleep(0.05)
+        os.kill(served.pid, signal.SIGKILL)
+        assert (await gone(family, timeout_s=30))[0] == set()
 
 
 async def story(openai: AsyncOpenAI, *, stream: bool, num_tokens: int) -> Any:
@@ -144,18 +141,3 @@ async def story(openai: AsyncOpenAI, *, stream: bool, num_tokens: int) -> Any:
         max_tokens=num_tokens,
         extra_body={"min_tokens": num_tokens},
     )
-
-
-def parent_of(pid: int) -> int | None:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-
-
-def is_running(pid: int) -> bool:
-    """Not gone, and not merely waiting to be reaped."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
