@@ -17,7 +17,7 @@ Part = str | MediaItem
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256  # characters
 MAX_LOGIT_BIAS = 1024
-_RANGES: Mapping[str, tuple[float, float]] = {
+RANGES: Mapping[str, tuple[float, float]] = {
     "max_tokens": (1, 2**31 - 1),
     "temperature": (0, 2),
     "top_p": (0, 1),
@@ -62,7 +62,7 @@ class SamplingParams:
     n: int = 1
 
     def __post_init__(self) -> None:
-        for name, (low, high) in _RANGES.items():
+        for name, (low, high) in RANGES.items():
             value = getattr(self, name)
             if value is not None and not low <= value <= high:  # NaN fails every comparison
                 raise BadRequest(f"{name} must be between {low:g} and {high:g}, got {value}", param=name)

@@ -40,6 +40,7 @@ def build_app(state: ServerState) -> web.Application:
     app.router.add_get("/health/ready", pages.ready)
     app.router.add_get("/health/live", pages.live)
     app.router.add_get("/metrics", pages.metrics)
+    app.router.add_get("/openapi.json", pages.openapi)
     pages.add_playground(app)
     app.on_response_prepare.append(_add_headers)
     return app

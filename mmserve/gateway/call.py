@@ -10,13 +10,31 @@ from mmserve.gateway.fields import Fields
 from mmserve.media import MediaKind, MediaLimits
 from mmserve.request import MAX_LOGIT_BIAS, ChatRequest, SamplingParams
 
+NotOffered = Mapping[str, tuple[Collection[object], str]]
+"""Fields that are known and not offered: what may stand in them anyway, and why nothing else."""
+
 # They change nothing about an answer of ours, so they are ignored, as OpenAI ignores what a model doesn't know.
 HARMLESS = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prediction",
 )  # fmt: skip
+# Features of OpenAI's schema that would change the answer and aren't here: silently leaving them out would be a lie.
+NOT_OFFERED: NotOffered = {
+    "tools": (([],), "this server calls no tools"),
+    "functions": (([],), "this server calls no tools"),
+    "tool_choice": (("none", "auto"), "this server calls no tools"),
+    "function_call": (("none", "auto"), "this server calls no tools"),
+    "parallel_tool_calls": ((True, False), "this server calls no tools"),
+    "response_format": (({"type": "text"},), "answers are free text"),
+    "modalities": ((["text"],), "answers are text only"),
+    "audio": ((), "answers are text only"),
+    "reasoning_effort": (("none",), "the models here don't reason apart from their answer"),
+    "verbosity": (("medium",), "say in the prompt how long the answer shall be"),
+    "web_search_options": ((), "this server searches nothing"),
+}
 MAX_STOP_TOKEN_IDS = 256
 MAX_SALT_LENGTH = 256  # characters
 MAX_MODEL_LENGTH = 256
+MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +80,7 @@ def parse_common(fields: Fields, bounds: Bounds, *, logprobs: int | None, defaul
     stream = fields.flag("stream") or False
     model = fields.text("model", max_length=MAX_MODEL_LENGTH)
     priority = fields.integer("priority") or 0
-    if not -(2**31) <= priority < 2**31:
+    if not MIN_PRIORITY <= priority <= MAX_PRIORITY:
         raise BadRequest("priority must fit in 32 bits", param=fields.param("priority"))
     return Common(
         sampling=parse_sampling(fields, bounds, logprobs=logprobs, default_max_tokens=default_max_tokens),
@@ -98,19 +116,10 @@ def parse_sampling(fields: Fields, bounds: Bounds, *, logprobs: int | None, defa
     return SamplingParams(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
 
 
-def refuse_tools_and_formats(fields: Fields) -> None:
-    """Features of OpenAI's schema that would change the answer and aren't here: silently leaving them out would be a lie."""
-    for name in ("tools", "functions"):
-        fields.only(name, [[]], "this server calls no tools")
-    for name in ("tool_choice", "function_call"):
-        fields.only(name, ["none", "auto"], "this server calls no tools")
-    fields.only("parallel_tool_calls", [True, False], "this server calls no tools")
-    fields.only("response_format", [{"type": "text"}], "answers are free text")
-    fields.only("modalities", [["text"]], "answers are text only")
-    fields.only("audio", [], "answers are text only")
-    fields.only("reasoning_effort", ["none"], "the models here don't reason apart from their answer")
-    fields.only("verbosity", ["medium"], "say in the prompt how long the answer shall be")
-    fields.only("web_search_options", [], "this server searches nothing")
+def refuse(fields: Fields, not_offered: NotOffered) -> None:
+    """Raises BadRequest for the first of these fields that asks for what isn't here."""
+    for name, (allowed, reason) in not_offered.items():
+        fields.only(name, allowed, reason)
 
 
 def check_media_counts(kinds: Collection[MediaKind], limits: MediaLimits, param: str) -> None:

@@ -6,7 +6,7 @@ Media are counted first, then decoded from base64; what kind of file they are is
 from __future__ import annotations
 
 from mmserve.errors import BadRequest, UnsupportedMedia
-from mmserve.gateway.call import HARMLESS, Bounds, Call, Caller, check_media_counts, parse_common, refuse_tools_and_formats
+from mmserve.gateway.call import HARMLESS, NOT_OFFERED, Bounds, Call, Caller, NotOffered, check_media_counts, parse_common, refuse
 from mmserve.gateway.data_uri import decode_base64, parse_data_uri
 from mmserve.gateway.fields import Fields, shown
 from mmserve.gateway.json_body import parse_object
@@ -14,10 +14,20 @@ from mmserve.media import MediaItem, MediaKind
 from mmserve.request import ChatRequest, Message, Part
 
 MAX_MESSAGES = 4096
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _KINDS = {"image_url": MediaKind.IMAGE, "input_audio": MediaKind.AUDIO, "audio_url": MediaKind.AUDIO}
-_DETAILS = ("auto", "low", "high")
-_AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg", "opus")
+DETAILS = ("auto", "low", "high")
+NOT_OFFERED_IN_MESSAGES: NotOffered = {
+    "tool_calls": (([],), "this server calls no tools"),
+    "function_call": (([],), "this server calls no tools"),
+    "tool_call_id": (([],), "this server calls no tools"),
+    "audio": ((), "answers are text only"),
+    "refusal": ((), "answers are plain text"),
+    "reasoning_content": (("",), "answers are plain text"),
+}
+HARMLESS_IN_MESSAGES = ("name", "annotations", "cache_control")
+HARMLESS_IN_PARTS = ("cache_control",)
+AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg", "opus")
 # Besides image/* and audio/*: what a client says that doesn't know, and what recorders and MIME tables call sound.
 _DECLARED = {
     MediaKind.IMAGE: ("", "application/octet-stream"),
@@ -32,7 +42,7 @@ def parse_chat(data: bytes, bounds: Bounds, caller: Caller) -> Call:
     check_media_counts(_kinds(messages), bounds.limits, "messages")
     logprobs = _logprobs(fields)
     common = parse_common(fields, bounds, logprobs=logprobs)
-    refuse_tools_and_formats(fields)
+    refuse(fields, NOT_OFFERED)
     fields.ignore(HARMLESS)
     fields.done()
     request = ChatRequest(
@@ -76,17 +86,13 @@ def _messages(values: list[object]) -> tuple[Message, ...]:
 
 def _message(fields: Fields) -> Message:
     role = fields.required("role", fields.text("role"))
-    if role not in _ROLES:
-        raise BadRequest(f"{fields.param('role')} must be one of {', '.join(_ROLES)}, got {shown(role)}", param=fields.param("role"))
-    for name in ("tool_calls", "function_call", "tool_call_id"):
-        fields.only(name, [[]], "this server calls no tools")
-    fields.only("audio", [], "answers are text only")
-    fields.only("refusal", [], "answers are plain text")
-    fields.only("reasoning_content", [""], "answers are plain text")
-    fields.ignore(["name", "annotations", "cache_control"])
+    if role not in ROLES:
+        raise BadRequest(f"{fields.param('role')} must be one of {', '.join(ROLES)}, got {shown(role)}", param=fields.param("role"))
+    refuse(fields, NOT_OFFERED_IN_MESSAGES)
+    fields.ignore(HARMLESS_IN_MESSAGES)
     content = fields.required("content", fields.take("content"))
     fields.done()
-    return Message(_ROLES[role], _parts(content, fields.param("content"), role))
+    return Message(ROLES[role], _parts(content, fields.param("content"), role))
 
 
 def _parts(content: object, where: str, role: str) -> tuple[Part, ...]:
@@ -99,7 +105,7 @@ def _parts(content: object, where: str, role: str) -> tuple[Part, ...]:
 
 def _part(fields: Fields, role: str) -> Part:
     kind = fields.required("type", fields.text("type"))
-    fields.ignore(["cache_control"])
+    fields.ignore(HARMLESS_IN_PARTS)
     if kind in _KINDS and role != "user":
         raise BadRequest(f"{fields.param('type')} is {kind}, which only a user's message can hold", param=fields.param("type"))
     part: Part
@@ -122,7 +128,7 @@ def _part(fields: Fields, role: str) -> Part:
 def _image(fields: Fields) -> MediaItem:
     param = fields.param("url")
     url = fields.required("url", fields.text("url"))
-    detail = fields.choice("detail", _DETAILS) or "auto"
+    detail = fields.choice("detail", DETAILS) or "auto"
     fields.done()
     return MediaItem(MediaKind.IMAGE, media_from_uri(url, MediaKind.IMAGE, param), detail, param)
 
@@ -138,8 +144,8 @@ def _input_audio(fields: Fields) -> MediaItem:
     param = fields.param("data")
     text = fields.required("data", fields.text("data"))
     name = fields.required("format", fields.text("format"))
-    if name.lower() not in _AUDIO_FORMATS:
-        accepted = ", ".join(_AUDIO_FORMATS)
+    if name.lower() not in AUDIO_FORMATS:
+        accepted = ", ".join(AUDIO_FORMATS)
         raise UnsupportedMedia(f"audio format {shown(name)} is not supported; accepted: {accepted}", param=fields.param("format"))
     fields.done()
     return MediaItem(MediaKind.AUDIO, decode_base64(text, param), param=param)

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from mmserve.errors import BadRequest
-from mmserve.gateway.call import HARMLESS, Bounds, Call, Caller, parse_common
+from mmserve.gateway.call import HARMLESS, Bounds, Call, Caller, NotOffered, parse_common, refuse
 from mmserve.gateway.fields import Fields
 from mmserve.gateway.json_body import parse_object
 from mmserve.request import ChatRequest, Message
 
-_DEFAULT_MAX_TOKENS = 16  # OpenAI's
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+NOT_OFFERED: NotOffered = {
+    "echo": ((False,), "answers don't repeat their prompt"),
+    "suffix": (("",), "the models here don't fill in the middle"),
+    "response_format": (({"type": "text"},), "answers are free text"),
+}
 
 
 def parse_completion(data: bytes, bounds: Bounds, caller: Caller) -> Call:
     """Raises BadRequest naming the field."""
     fields = Fields(parse_object(data))
     prompt = _prompt(fields)
-    common = parse_common(fields, bounds, logprobs=fields.integer("logprobs"), default_max_tokens=_DEFAULT_MAX_TOKENS)
-    fields.only("echo", [False], "answers don't repeat their prompt")
-    fields.only("suffix", [""], "the models here don't fill in the middle")
+    common = parse_common(fields, bounds, logprobs=fields.integer("logprobs"), default_max_tokens=DEFAULT_MAX_TOKENS)
+    refuse(fields, NOT_OFFERED)
     fields.only("best_of", [common.sampling.n], "it must equal n")
-    fields.only("response_format", [{"type": "text"}], "answers are free text")
     fields.ignore(HARMLESS)
     fields.done()
     request = ChatRequest(

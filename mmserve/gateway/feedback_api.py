@@ -6,15 +6,16 @@ from mmserve.gateway.fields import Fields
 from mmserve.gateway.json_body import parse_object
 from mmserve.ledger import Feedback
 
-_MAX_ID_LENGTH = 200
+MAX_ID_LENGTH = 200
+RATINGS = ("up", "down")
 _PREFIXES = ("chatcmpl-", "cmpl-")
 
 
 def parse_feedback(data: bytes, *, tenant: str, now_s: float) -> Feedback:
     """`request_id` may be an answer's `id` as well.  Raises BadRequest naming the field."""
     fields = Fields(parse_object(data))
-    request_id = fields.required("request_id", fields.text("request_id", max_length=_MAX_ID_LENGTH) or None)
-    rating = fields.required("rating", fields.choice("rating", ("up", "down")))
+    request_id = fields.required("request_id", fields.text("request_id", max_length=MAX_ID_LENGTH) or None)
+    rating = fields.required("rating", fields.choice("rating", RATINGS))
     regenerated = fields.flag("regenerated") or False
     fields.done()
     for prefix in _PREFIXES:

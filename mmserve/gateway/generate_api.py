@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from mmserve.errors import BadRequest
 from mmserve.gateway.call import HARMLESS, Bounds, Call, Caller, check_media_counts, parse_common
+from mmserve.gateway.chat_api import DETAILS
 from mmserve.gateway.fields import Fields, shown
 from mmserve.gateway.json_body import parse_object
 from mmserve.gateway.multipart import FormPart, parse_multipart
@@ -15,7 +16,6 @@ from mmserve.request import ChatRequest, Message, Part
 
 _PLACEHOLDER = re.compile(r"<(image|audio)-(0|[1-9][0-9]{0,8})>")
 _KINDS = {"image": MediaKind.IMAGE, "audio": MediaKind.AUDIO}
-_DETAILS = ("auto", "low", "high")
 
 
 def parse_generate(body: bytes, boundary: bytes, bounds: Bounds, caller: Caller) -> Call:
@@ -27,7 +27,7 @@ def parse_generate(body: bytes, boundary: bytes, bounds: Bounds, caller: Caller)
     check_media_counts([_KINDS[part.name] for part in parts if part.name in _KINDS], bounds.limits, "image or audio")
     options = _single(parts, "options")
     fields = Fields({} if options is None else parse_object(options, what="options"), "")
-    detail = fields.choice("detail", _DETAILS) or "auto"
+    detail = fields.choice("detail", DETAILS) or "auto"
     common = parse_common(fields, bounds, logprobs=_logprobs(fields))
     fields.ignore(HARMLESS)
     fields.done()

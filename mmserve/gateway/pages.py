@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from importlib import resources
+from importlib import metadata, resources
 from typing import Any
 
+import orjson
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from mmserve.errors import BadRequest, ModelNotFound
+from mmserve.gateway.openapi import openapi_document
 from mmserve.gateway.state import STATE, Phase, ServerState
 
-_ROUTES = ("all", "text", "image", "audio")
+READY_ROUTES = ("all", "text", "image", "audio")
 _PLAYGROUND = {
     "index.html": "text/html; charset=utf-8",
     "style.css": "text/css; charset=utf-8",
@@ -44,10 +46,10 @@ async def ready(request: web.Request) -> web.Response:
     """200 if the route asked for works: a real token, picture or clip went through.  Else 503, with what is missing."""
     state = request.app[STATE]
     route = request.query.get("route", "all")
-    if route not in _ROUTES:
-        raise BadRequest(f"route must be one of {', '.join(_ROUTES)}", param="route")
+    if route not in READY_ROUTES:
+        raise BadRequest(f"route must be one of {', '.join(READY_ROUTES)}", param="route")
     is_open = state.phase is Phase.OPEN
-    works = {name: is_open and state.engine.ready(name) for name in _ROUTES}
+    works = {name: is_open and state.engine.ready(name) for name in READY_ROUTES}
     status = state.phase.value if not is_open else "ready" if works[route] else "not ready"
     headers = {} if works[route] else {"Retry-After": "2"}
     return web.json_response({"status": status, "route": route, "works": works}, status=200 if works[route] else 503, headers=headers)
@@ -55,6 +57,18 @@ async def ready(request: web.Request) -> web.Response:
 
 async def metrics(request: web.Request) -> web.Response:
     return web.Response(body=request.app[STATE].engine.metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+async def openapi(request: web.Request) -> web.Response:
+    state = request.app[STATE]
+    document = openapi_document(
+        version=_version(),
+        bounds=state.bounds,
+        models=["auto", *(entry["id"] for entry in _models(state))],
+        ready_routes=READY_ROUTES,
+        needs_key=state.config.server.api_key is not None,
+    )
+    return web.Response(body=orjson.dumps(document), content_type="application/json")
 
 
 def add_playground(app: web.Application) -> None:
@@ -77,6 +91,13 @@ def _page(body: bytes, content_type: str) -> Any:
         return web.Response(body=body, headers=headers)
 
     return page
+
+
+def _version() -> str:
+    try:
+        return metadata.version("mmserve")
+    except metadata.PackageNotFoundError:  # run from a checkout
+        return "0"
 
 
 def _models(state: ServerState) -> list[dict[str, Any]]:
