@@ -105,6 +105,16 @@ class FakeEngine:
         return WORDS[token_id % len(WORDS)]
 
 
+class ForgetfulEngine(FakeEngine):
+    """For hundreds of thousands of requests."""
+
+    async def submit(self, request: ChatRequest) -> Generation:
+        self.requests.clear()
+        self.generations.clear()
+        self.cancelled.clear()
+        return await super().submit(request)
+
+
 def say_words(generation: Generation, request: ChatRequest, words: tuple[str, ...] = WORDS) -> None:
     """Everything at once, for each choice: max_tokens is kept, logprobs are made up."""
     sampling = request.sampling

@@ -1,114 +1,88 @@
-"""Whatever is sent: a parsed request or an error that is the client's.  Nothing else ever comes out of the doors."""
+"""Whatever is sent: a value or an error that is the client's.  Nothing else ever comes out of the four doors, nor of a server.
+
+A few inputs of each kind; `python -m scripts.fuzz` sends the same ones by the hundred thousand.
+"""
 
 from __future__ import annotations
 
-import json
 import random
-from typing import Any
+from contextlib import AsyncExitStack
+from pathlib import Path
 
 import pytest
+from fake_engine import ForgetfulEngine
+from gateway_client import serving
 
-from mmserve.errors import MmserveError
-from mmserve.gateway.call import HARMLESS, Bounds, Caller
-from mmserve.gateway.chat_api import parse_chat
-from mmserve.gateway.completions_api import parse_completion
-from mmserve.gateway.feedback_api import parse_feedback
-from mmserve.gateway.generate_api import parse_generate
-from mmserve.media import MediaLimits
+from mmserve.media import MediaKind
+from scripts.fuzz import Record, fuzz
+from scripts.fuzzing import containers, corpus, doors
+from scripts.fuzzing.doors import DOORS, Door, Finding, JsonDoor, MediaDoor, UriDoor, Wire, make_input
 
-NUM_BODIES = 150  # of each seed
-BOUNDS = Bounds(vocab_size=1000, limits=MediaLimits())
-CALLER = Caller("id")
-FIELDS = (
-    "prompt", "model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p", "seed",
-    "stop", "stop_token_ids", "min_tokens", "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
-    "logprobs", "top_logprobs", "n", "priority", "cache_salt", "explain", "tools", "response_format", "echo", "best_of", "request_id",
-    "rating", "regenerated", "detail", *HARMLESS,
-)  # fmt: skip
-MEDIA = ("text", "image_url", "input_audio", "audio_url")
-NUMBERS = (0, 1, -1, 2, 7, 1.0, 0.5, -0.0, 1e308, 2**31, 2**63, 2**64, 10**39, -(10**39), float("nan"), float("inf"), float("-inf"))
-WORDS = (
-    "", "user", "system", "assistant", "data:image/png;base64,AAAA", "data:,", "data:audio/wav;base64,UklGRg", "wav", "m4a", "up", "auto",
-    "7", "007", "é", "\x00", "\ud800", "<image-0>", "<audio-3>", "x" * 300,
-)  # fmt: skip
+NUM_INPUTS = {"json": 2_000, "uri": 2_000, "image": 400, "audio": 400}
 
 
-def anything(rng: random.Random, depth: int = 3) -> Any:
-    match rng.randrange(8 if depth else 5):
-        case 0:
-            return None
-        case 1:
-            return rng.random() < 0.5
-        case 2 | 3:
-            return rng.choice(NUMBERS)
-        case 4:
-            return rng.choice(WORDS)
-        case 5:
-            return [anything(rng, depth - 1) for _ in range(rng.randrange(4))]
-        case _:
-            return {
-                rng.choice((*WORDS, *FIELDS, *MEDIA, "url", "data", "format")): anything(rng, depth - 1) for _ in range(rng.randrange(4))
-            }
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", DOORS)
+async def test_any_input_is_taken_or_is_the_clients_error(name: str, seed: int) -> None:
+    async with AsyncExitStack() as stack:
+        door: Door = JsonDoor() if name == "json" else UriDoor()
+        if name in ("image", "audio"):
+            door = await stack.enter_async_context(MediaDoor.open(MediaKind(name)))
+        outcomes = set()
+        for index in range(NUM_INPUTS[name]):
+            data, rng = make_input(name, seed, index)
+            try:
+                outcomes.add(await door.try_one(data, rng))
+            except Exception as error:
+                error.add_note(f"python -m scripts.fuzz --door {name} --seed {seed} --first {index} --inputs 1")
+                raise
+    assert {"200", "400" if name in ("json", "uri") else "422"} <= outcomes
 
 
-def part(rng: random.Random) -> Any:
-    kind = rng.choice(MEDIA)
-    inside = {
-        "text": "Hi",
-        "image_url": {"url": rng.choice(WORDS), "detail": rng.choice(["low", anything(rng, 1)])},
-        "input_audio": {"data": rng.choice(["AAAA", *WORDS]), "format": rng.choice(["wav", anything(rng, 1)])},
-        "audio_url": {"url": rng.choice(WORDS)},
-    }[kind]
-    return rng.choice([{"type": kind, kind: inside}, {"type": kind, kind: anything(rng)}, anything(rng)])
+@pytest.mark.parametrize("name", DOORS)
+async def test_any_input_over_the_wire_is_answered_in_the_servers_own_words(name: str) -> None:
+    async with serving(ForgetfulEngine()) as server:
+        wire = Wire(server.url, server.http)
+        outcomes = {await wire.send(name, *make_input(name, 0, index)) for index in range(150)}
+    assert outcomes <= {"wire 200", "wire 400", "wire 404", "wire 415", "wire 422"}
+    assert len(outcomes) > (name in ("json", "uri"))
 
 
-def body(rng: random.Random) -> dict[str, Any]:
-    """Right enough to get past the first check, wrong somewhere."""
-    fields: dict[str, Any] = {name: anything(rng, 2) for name in rng.sample(FIELDS, rng.randrange(4))}
-    content = rng.choice(["Hi", [part(rng) for _ in range(rng.randrange(1, 4))], anything(rng)])
-    fields["messages"] = rng.choice([[{"role": rng.choice(["user", anything(rng, 1)]), "content": content}], anything(rng)])
-    if rng.random() < 0.5:
-        fields["prompt"] = rng.choice(["Hi", anything(rng, 1)])
-    return fields
+def test_an_input_is_the_same_in_every_run() -> None:
+    for name in DOORS:
+        assert make_input(name, 7, 3)[0] == make_input(name, 7, 3)[0] != make_input(name, 7, 4)[0]
 
 
-def form(rng: random.Random) -> bytes:
-    pieces = [(b"prompt", rng.choice(WORDS).encode("utf-8", "surrogatepass")), (b"options", json.dumps(body(rng)).encode())]
-    pieces += [(rng.choice([b"image", b"audio", b"video"]), rng.randbytes(3)) for _ in range(rng.randrange(3))]
-    head = b'\r\n--XX\r\nContent-Disposition: form-data; name="%s"\r\n\r\n'
-    return b"".join(head % name + data for name, data in pieces) + b"\r\n--XX--"
+@pytest.mark.parametrize(("split", "join", "data"), [
+    (containers.split_png, containers.join_png, corpus.pictures()[2]),
+    (containers.split_jpeg, containers.join_jpeg, corpus.pictures()[0]),
+    (containers.split_riff, containers.join_riff, corpus.pictures()[4]),
+    (containers.split_ogg, containers.join_ogg, next(data for data in corpus.clips() if data.startswith(b"OggS"))),
+    (containers.split_flac, containers.join_flac, next(data for data in corpus.clips() if data.startswith(b"fLaC"))),
+])  # fmt: skip
+def test_a_container_put_together_again_is_the_container(split: containers.Split, join: containers.Join, data: bytes) -> None:
+    """Else every damaged file would be refused for its shell, and no decoder ever reached."""
+    assert len(split(data)) > 1
+    assert join(split(data)) == data
 
 
-def damaged(rng: random.Random, data: bytes) -> bytes:
-    """A byte changed, or a piece cut out."""
-    start = rng.randrange(len(data))
-    return data[:start] + rng.randbytes(rng.randrange(3)) + data[start + rng.randrange(4) :]
+async def test_a_parser_that_breaks_is_found_and_kept_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise KeyError("a bug")
+
+    record = Record(tmp_path, "json", seed=0, first=0)
+    monkeypatch.setattr(doors, "parse_chat", broken)
+    await fuzz(record, 4, wire_every=0)
+    (cause,) = record.findings
+    assert cause.startswith("KeyError at test_gateway_fuzz.py:")
+    assert (record.findings[cause], record.next_index) == (4, 4)
+    kept = sorted((tmp_path / "findings").iterdir())
+    assert [path.name for path in kept] == ["json-0-0.bin", "json-0-0.txt"]
+    assert kept[0].read_bytes() == make_input("json", 0, 0)[0]
+    assert Record(tmp_path, "json", seed=0, first=0).as_json() == record.as_json()  # a later run goes on there
 
 
-def check(parse: Any, data: bytes, *args: Any, **kwargs: Any) -> None:
-    try:
-        parse(data, *args, **kwargs)
-    except MmserveError as error:
-        if not 400 <= error.status < 500 or len(error.message) > 300:
-            pytest.fail(f"{error.status}: {error.message} for {data[:500]!r}")
-        json.dumps(error.body()).encode()
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_any_body_is_a_request_or_the_clients_error(seed: int) -> None:
-    rng = random.Random(seed)
-    for _ in range(NUM_BODIES):
-        data = json.dumps(body(rng)).encode()
-        for sent in (data, damaged(rng, data)):
-            check(parse_chat, sent, BOUNDS, CALLER)
-            check(parse_completion, sent, BOUNDS, CALLER)
-            check(parse_feedback, sent, tenant="default", now_s=0.0)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_any_form_is_a_request_or_the_clients_error(seed: int) -> None:
-    rng = random.Random(seed)
-    for _ in range(NUM_BODIES):
-        data = form(rng)
-        check(parse_generate, data, b"XX", BOUNDS, CALLER)
-        check(parse_generate, damaged(rng, data), b"XX", BOUNDS, CALLER)
+async def test_another_value_than_the_oracles_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doors, "parse_data_uri", lambda uri, param: ("", b"guessed"))
+    with pytest.raises(Finding, match="oracle"):
+        await UriDoor().try_one(b"data:;base64,AAAA", random.Random())
