@@ -5,10 +5,10 @@ Five floors; imports go down only.
     doors        __main__  cli/  gateway/  bench/
     engine       engine  sync_engine  active_request  request_records  decoder_group  decoder_specs  replica_set  replica  supervisor
                  media_service  tokenizer  chat_template  token_fuser  modality_router  model_router  token_stream  readiness  quarantine
-                 ledger  spool
+                 ledger  spool  hit_watch
     departments  scheduler/  encoders/           (they never import each other)
     memory       paged_kv/
-    vocabulary   errors  config  composition  media  request  plan  shared_buffer  transport  child_process  metrics
+    vocabulary   errors  config  composition  media  request  plan  shared_buffer  transport  child_process  metrics  clock
 
     basement     worker/  models/  encoders/vision_tower  encoders/audio_tower  encoders/qwen2_audio_tower  encoders/ultravox_tower
                  encoders/qwen2_5_omni_towers  (in worker processes; the only place with torch)

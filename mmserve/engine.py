@@ -91,7 +91,7 @@ class AsyncEngine:
         async with AsyncExitStack() as stack:
             self.ledger = Ledger(self.data_dir / "ledger.db")
             stack.callback(self.ledger.close)
-            self._records = RequestRecords(self.ledger, self.metrics, has_disk=self.config.storage.embedding_disk_bytes > 0)
+            self._records = RequestRecords(self.ledger, self.metrics)
             buffer = SharedBuffer(encoder.shared_buffer_bytes)
             stack.callback(buffer.memory.close)
             self._media = MediaService(

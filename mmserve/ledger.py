@@ -12,19 +12,22 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from sqlite_utils import Database
 
+from mmserve.clock import steady_epoch
+from mmserve.config import ConfigError
 from mmserve.spool import Spool
 
 log = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
 RETRY_S = 1.0  # between attempts while the database can't be written
+SWEEP_EVERY_S = 60.0  # the cache's index is rid of what has expired
 _TABLES = (
     """CREATE TABLE IF NOT EXISTS inference_requests (
         request_id TEXT PRIMARY KEY,
@@ -111,11 +114,31 @@ class CacheEvent:
 
 @dataclass(frozen=True, slots=True)
 class CacheDropped:
-    """The rows are in no tier any more."""
+    """The rows have left a tier.  The index loses them if it was this one that it named."""
 
     content_hash: str
+    storage_uri: str
 
-    sql = "DELETE FROM media_embedding_cache WHERE content_hash = :content_hash"
+    sql = "DELETE FROM media_embedding_cache WHERE content_hash = :content_hash AND storage_uri = :storage_uri"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheMoved:
+    """The rows are only in this tier from now on."""
+
+    content_hash: str
+    storage_uri: str
+
+    sql = "UPDATE media_embedding_cache SET storage_uri = :storage_uri WHERE content_hash = :content_hash"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheExpired:
+    """Time has passed."""
+
+    now_s: float  # seconds since the epoch
+
+    sql = "DELETE FROM media_embedding_cache WHERE expires_at <= :now_s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,10 +186,8 @@ class Feedback:
         regenerated = max(regenerated, excluded.regenerated), created_at = excluded.created_at"""
 
 
-Event = RequestRow | CacheEvent | CacheDropped | CacheReopened | TenantQuota | QuotaRemoved | Feedback
-_EVENTS: dict[str, type[Event]] = {
-    kind.__name__: kind for kind in (RequestRow, CacheEvent, CacheDropped, CacheReopened, TenantQuota, QuotaRemoved, Feedback)
-}
+Event = RequestRow | CacheEvent | CacheDropped | CacheMoved | CacheExpired | CacheReopened | TenantQuota | QuotaRemoved | Feedback
+_EVENTS: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}
 # A row at fault, not the database: a constraint, or a value of no type that SQLite has.
 _REFUSED = (sqlite3.IntegrityError, sqlite3.ProgrammingError, sqlite3.InterfaceError, OverflowError)
 
@@ -174,17 +195,33 @@ _REFUSED = (sqlite3.IntegrityError, sqlite3.ProgrammingError, sqlite3.InterfaceE
 class Ledger:
     """Record from any thread, at once and without an error; read with any SQLite client.  `close` flushes.
 
-    Raises sqlite3.DatabaseError or OSError only here, at the start: a file that can't be opened is for the operator to mend.
+    Raises ConfigError, and only here, at the start: a file that can't be opened is for the operator to mend.
     `max_pending` rows wait in memory when neither database nor spool can be written; further ones are counted in `num_lost`.
+    `now_s` gives seconds since the epoch; expiry goes by it, and what is recorded to expire should too.
     """
 
-    def __init__(self, path: Path, *, max_pending: int = 10_000, lock_timeout_s: float = 1.0) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    def __init__(
+        self,
+        path: Path,
+        *,
+        max_pending: int = 10_000,
+        lock_timeout_s: float = 1.0,
+        sweep_every_s: float = SWEEP_EVERY_S,
+        now_s: Callable[[], float] | None = None,
+    ) -> None:
         self.path = path
+        self.now_s = now_s or steady_epoch()
+        self._sweep_every_s = sweep_every_s
+        self._swept_s = time.monotonic()
         self._spool = Spool(path.with_name(path.name + ".spool"))
         self.num_spooled = 0  # rows that went to the spool
         self.num_lost = 0  # rows refused by the schema, or recorded when nothing could take them
-        self._db = _open(path, lock_timeout_s)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._db = _open(path, lock_timeout_s)
+        except (sqlite3.DatabaseError, OSError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ConfigError(f"{path.name} in the data directory can't be used: {reason}; --data-dir names another place") from error
         self._quotas = {row["tenant_id"]: TenantQuota(**row) for row in self._db.table("tenant_quota").rows}
         self._max_pending = max_pending
         self._pending: deque[Event] = deque()
@@ -193,7 +230,7 @@ class Ledger:
         self._closing = self._has_stopped = False
         self._changed = threading.Condition()  # guards everything between _pending and here
         self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
-        self._record(CacheReopened(time.time()))
+        self._record(CacheReopened(self.now_s()))
         self._thread.start()
 
     # --- recording -----------------------------------------------------------------------------------------------------------
@@ -201,7 +238,7 @@ class Ledger:
     def record_request(self, row: RequestRow) -> None:
         self._record(row)
 
-    def record_cache_event(self, event: CacheEvent | CacheDropped) -> None:
+    def record_cache_event(self, event: CacheEvent | CacheDropped | CacheMoved) -> None:
         self._record(event)
 
     def record_feedback(self, feedback: Feedback) -> None:
@@ -223,7 +260,10 @@ class Ledger:
         self._record(QuotaRemoved(tenant_id))
 
     def flush(self) -> bool:
-        """Wait until all that was recorded has been tried; True if everything is in the database, spooled rows included.  Blocks."""
+        """Wait until all that was recorded has been tried; True if everything is in the database, spooled rows included.  Blocks.
+
+        What is in the database then is on the disk too, and outlives a power cut.
+        """
         with self._changed:
             self._flushes_asked += 1
             mine = self._flushes_asked
@@ -263,7 +303,7 @@ class Ledger:
     def _settle_pending(self) -> None:
         """Wait for something to do, then bring what is pending into the database or else the spool; it stays pending if neither works."""
         with self._changed:
-            self._changed.wait_for(self._has_work, RETRY_S if self._is_behind else None)
+            self._changed.wait_for(self._has_work, RETRY_S if self._is_behind else self._sweep_in_s())
             batch, asked, closing = tuple(self._pending), self._flushes_asked, self._closing
         landed = self._land(batch)
         settled = landed or self._keep(batch)
@@ -287,6 +327,9 @@ class Ledger:
                 self._import(file)
             if batch:
                 self._apply(batch)
+            if self._sweep_in_s() <= 0:
+                self._swept_s = time.monotonic()
+                self._apply([CacheExpired(self.now_s())])
         except (sqlite3.DatabaseError, OSError) as error:
             if not self._is_behind:
                 log.warning("ledger database can't be written, rows are spooled: %s", error)
@@ -294,6 +337,9 @@ class Ledger:
         if self._is_behind:
             log.info("ledger database caught up")
         return True
+
+    def _sweep_in_s(self) -> float:
+        return self._swept_s + self._sweep_every_s - time.monotonic()
 
     def _apply(self, batch: Sequence[Event], spool_file: str | None = None) -> None:
         """One transaction.  A row that the schema refuses is left out and counted; it must not hold up the others."""
@@ -352,10 +398,10 @@ def _open(path: Path, lock_timeout_s: float) -> Database:
     connection = sqlite3.connect(path, timeout=lock_timeout_s, check_same_thread=False)  # opened here, used by the writer's thread only
     db = Database(connection, execute_plugins=False)
     db.enable_wal()
-    db.execute("PRAGMA synchronous = NORMAL")  # in WAL mode: safe against a killed process, and no fsync for every commit
+    db.execute("PRAGMA synchronous = FULL")  # spool files go when their rows are in the database: they must be on its disk by then
     version = db.execute("PRAGMA user_version").fetchone()[0]
     if version > SCHEMA_VERSION:
-        raise sqlite3.DatabaseError(f"{path} was written by a newer mmserve (schema {version}, this one knows {SCHEMA_VERSION})")
+        raise sqlite3.DatabaseError(f"it was written by a newer mmserve (schema {version}, this one knows {SCHEMA_VERSION})")
     if version < SCHEMA_VERSION:  # else nothing is written, so that a locked database can be opened
         with db.atomic():
             for statement in _TABLES:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import math
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -20,11 +22,14 @@ from mmserve.encoders.embedding_cache import CacheEvent, EmbeddingCache
 from mmserve.encoders.encoder_pool import EncoderPool
 from mmserve.encoders.image_header import read_header
 from mmserve.errors import BadRequest, TooLarge, WorkerDied
+from mmserve.hit_watch import HitWatch
 from mmserve.media import AudioHeader, ImageHeader, MediaItem, MediaKind, MediaWindow, PreparedMedia, content_digest
 from mmserve.metrics import Metrics
 from mmserve.plan import EncodePlan, EncodeResult, EncoderReady, EncoderWorkerSpec
 from mmserve.shared_buffer import ITEM_SIZE, SharedBuffer
 from mmserve.supervisor import Supervisor, Worker, alone
+
+log = logging.getLogger(__name__)
 
 ENCODE_TIMEOUT_S = 120.0  # a full batch of 48 pictures on a busy laptop
 SMALL_BYTES = 64 * 1024  # hashed on the loop: well under a millisecond
@@ -130,6 +135,7 @@ class MediaService:
         self._on_cache_event = on_cache_event
         self.room = MediaRoom(int(buffer.memory.num_bytes * SHARE_FOR_REQUESTS))
         self.supervisors: list[Supervisor] = []
+        self._watch = HitWatch(num_inherited=0)
         self._clip_headers: dict[bytes, AudioHeader] = {}  # by content, oldest first
         self._clients: dict[MediaKind, list[SupervisedEncoder]] = {}
 
@@ -141,15 +147,16 @@ class MediaService:
         max_batch = config.encoder.max_encoder_batch or (1 if on_cpu else 48)
         async with AsyncExitStack() as stack:
             size = config.storage.embedding_disk_bytes
-            disk = DiskTier(self._cache_dir, size, on_corrupt=self._metrics.cache_corrupt.inc) if size else None
+            on_corrupt, on_timeout = self._metrics.cache_corrupt.inc, self._metrics.cache_disk_timeouts.inc
+            disk = DiskTier(self._cache_dir, size, on_corrupt=on_corrupt, on_timeout=on_timeout) if size else None
             if disk is not None:
-                await disk.open()
+                self._watch = HitWatch(await disk.open())
             self.decode = DecodeProcesses(buffer.memory, config.limits, config.encoder.decode_processes)
             self.cache = EmbeddingCache(
                 buffer,
                 disk,
                 ttl_s={MediaKind.IMAGE: config.storage.image_ttl_s, MediaKind.AUDIO: config.storage.audio_ttl_s},
-                on_event=self._on_cache_event,
+                on_event=self._note_cache_event,
             )
             stack.push_async_callback(self.cache.close)
             await self.decode.start()
@@ -188,6 +195,13 @@ class MediaService:
 
     async def prepare(self, item: MediaItem, decoder: str, salt: bytes) -> PreparedMedia:
         """Digest, header, counts; nothing is decoded.  Raises the error of whatever limit the item breaks."""
+        media = await self._prepare(item, decoder, salt)
+        now_s = time.monotonic()
+        for window in media.windows:
+            self._flag(self._watch.asked(window.key, media.content, now_s), now_s)
+        return media
+
+    async def _prepare(self, item: MediaItem, decoder: str, salt: bytes) -> PreparedMedia:
         content = content_digest(item.data) if len(item.data) <= SMALL_BYTES else await asyncio.to_thread(content_digest, item.data)
         if item.kind is MediaKind.IMAGE:
             vision = self._composition.vision_of(decoder, item.param)
@@ -233,6 +247,24 @@ class MediaService:
         if pool is None:
             raise BadRequest(f"this model takes no {window.kind.value}", param=media.item.param)
         return await pool.fetch(media, window, decoder)
+
+    def _note_cache_event(self, event: CacheEvent) -> None:
+        if event.what == "hit":
+            now_s = time.monotonic()
+            self._flag(self._watch.hit(event.key, now_s), now_s)
+        self._on_cache_event(event)
+
+    def _flag(self, unexplained: bool, now_s: float) -> None:
+        """A poisoned or broken cache shows in hits that nothing explains."""
+        if not unexplained:
+            return
+        self._metrics.cache_unexplained_hits.inc()
+        if alarm := self._watch.alarm(now_s):
+            self._metrics.cache_hit_rate_alarms.inc()
+            log.warning(
+                "embedding cache: unexplained=%d hits=%d lookups=%d last_s=%g: more than the traffic explains; is it poisoned?",
+                alarm.num_unexplained, alarm.num_hits, alarm.num_lookups, alarm.span_s,
+            )  # fmt: skip
 
     def _make_pool(self, kind: MediaKind, clients: list[SupervisedEncoder], max_batch: int) -> EncoderPool:
         return EncoderPool(

@@ -51,6 +51,9 @@ class Metrics:
         self.worker_restarts = counter("worker_restarts", "Worker processes started again", ("role",))
         self.stream_recoveries = counter("stream_recoveries", "Sequences carried over a dead worker", model)
         self.cache_corrupt = counter("cache_corrupt", "Disk cache entries that failed their integrity check")
+        self.cache_disk_timeouts = counter("cache_disk_timeouts", "Reads and writes of the disk cache that were not waited for any longer")
+        self.cache_unexplained_hits = counter("cache_unexplained_hits", "Embedding cache hits that no earlier request explains")
+        self.cache_hit_rate_alarms = counter("cache_hit_rate_alarms", "Times that somebody was told of unexplained hits")
         self.event_loop_lag_seconds = histogram("event_loop_lag_seconds", "How late a timer of the main loop fires", _STEP)
         self.gpu_seconds = counter("gpu_seconds", "Compute seconds by stage", ("stage",))
 

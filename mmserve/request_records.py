@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import time
-
 from mmserve.active_request import ActiveRequest
 from mmserve.encoders.embedding_cache import CacheEvent
-from mmserve.ledger import CacheDropped, Ledger, RequestRow
+from mmserve.ledger import CacheDropped, CacheMoved, Ledger, RequestRow
 from mmserve.ledger import CacheEvent as CacheRow
 from mmserve.metrics import Metrics
 from mmserve.request import FinishReason
 
 
 class RequestRecords:
-    """`has_disk`: rows that leave memory may live on there."""
-
-    def __init__(self, ledger: Ledger, metrics: Metrics, *, has_disk: bool) -> None:
+    def __init__(self, ledger: Ledger, metrics: Metrics) -> None:
         self._ledger = ledger
         self._metrics = metrics
-        self._has_disk = has_disk
 
     def record_end(self, active: ActiveRequest, reason: FinishReason, now_s: float) -> None:
         """Its usage and timings must have been settled."""
@@ -51,10 +46,9 @@ class RequestRecords:
     def index_cache(self, event: CacheEvent) -> None:
         """Keep the ledger's index of the embedding cache."""
         key = event.key.hex()
-        if event.what == "dropped":
-            if event.tier == "disk" or not self._has_disk:
-                self._ledger.record_cache_event(CacheDropped(key))
-            return
-        now, num_hits = time.time(), int(event.what == "hit")
         uri = f"{event.tier}:{key}"
+        if event.kind is None:
+            self._ledger.record_cache_event(CacheMoved(key, uri) if event.what == "moved" else CacheDropped(key, uri))
+            return
+        now, num_hits = self._ledger.now_s(), int(event.what == "hit")
         self._ledger.record_cache_event(CacheRow(key, event.kind.value, event.num_rows, uri, num_hits, now, now + event.expires_in_s))

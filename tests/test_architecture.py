@@ -15,12 +15,14 @@ ROOT = Path(mmserve.__file__).parent
 MAX_LINES = 500
 
 # room -> the rooms it may import; a room may always import itself
-VOCABULARY = {"errors", "config", "composition", "media", "request", "plan", "shared_buffer", "transport", "child_process", "metrics"}
+VOCABULARY = {
+    "errors", "config", "composition", "media", "request", "plan", "shared_buffer", "transport", "child_process", "metrics", "clock",
+}  # fmt: skip
 ENGINE = {
     "engine", "sync_engine", "active_request", "request_records", "decoder_group", "decoder_specs", "replica_set", "replica",
     "supervisor", "media_service", "tokenizer",
-    "chat_template", "token_fuser", "modality_router", "model_router", "token_stream", "readiness", "quarantine",
-    "ledger", "spool",
+    "chat_template", "token_fuser", "modality_router", "model_router", "token_stream", "readiness", "quarantine", "ledger", "spool",
+    "hit_watch",
 }  # fmt: skip
 DOORS = {"__main__", "cli", "gateway", "bench", "evals"}
 BASEMENT = {
@@ -37,7 +39,7 @@ MAY_IMPORT = {
     **dict.fromkeys(BASEMENT, VOCABULARY | BASEMENT),
     "sim": VOCABULARY | {"worker"},
 }
-PURE = {"paged_kv", "scheduler", "token_fuser", "modality_router", "model_router", "quarantine"}
+PURE = {"paged_kv", "scheduler", "token_fuser", "modality_router", "model_router", "quarantine", "hit_watch"}
 NOT_PURE = {"asyncio", "socket", "subprocess", "threading", "time", "torch", "transformers"}
 
 MODULES = {

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from sqlite_utils import Database
 
+from mmserve.config import ConfigError
 from mmserve.ledger import CacheDropped, CacheEvent, Feedback, Ledger, RequestRow, TenantQuota
 
 REQUEST = RequestRow(
@@ -168,7 +169,7 @@ def test_an_entry_never_found_again_was_never_hit(ledger: Ledger, path: Path) ->
 
 
 def test_a_dropped_entry_leaves_the_index(ledger: Ledger, path: Path) -> None:
-    for event in (STORED, replace(STORED, content_hash="dropped"), CacheDropped("dropped")):
+    for event in (STORED, replace(STORED, content_hash="dropped"), CacheDropped("dropped", "disk:ab")):
         ledger.record_cache_event(event)
     assert ledger.flush()
     assert [row["content_hash"] for row in rows(path, "media_embedding_cache")] == ["ab" * 32]
@@ -373,6 +374,7 @@ def test_what_was_flushed_survives_a_killed_server_and_what_was_not_does_no_harm
 import sys
 from dataclasses import replace
 from pathlib import Path
+from mmserve.config import ConfigError
 from mmserve.ledger import Ledger, RequestRow
 ledger = Ledger(Path(sys.argv[1]))
 for i in range(1_000_000):
@@ -402,12 +404,12 @@ def test_a_ledger_written_by_a_newer_version_is_not_touched(path: Path) -> None:
     other = sqlite3.connect(path)
     other.execute("PRAGMA user_version = 99")
     other.close()
-    with pytest.raises(sqlite3.DatabaseError, match="newer mmserve"):
+    with pytest.raises(ConfigError, match="newer mmserve"):
         Ledger(path)
 
 
 def test_a_file_that_is_no_database_is_refused_at_the_start(tmp_path: Path) -> None:
     path = tmp_path / "ledger.db"
     path.write_bytes(b"not a database, but long enough to look at" * 100)
-    with pytest.raises(sqlite3.DatabaseError, match="not a database"):
+    with pytest.raises(ConfigError, match="not a database"):
         Ledger(path)

@@ -1,39 +1,49 @@
-"""Embedding rows on disk, through diskcache.  Whatever is wrong there (corrupt, forged, full, locked, gone) is a miss, never an error.
+"""Embedding rows on disk, through diskcache.  Whatever is wrong there (forged, full, locked, slow, gone) is a miss, never an error.
 
-An entry is a header and the rows as they lie in memory.  The header's digest covers everything, the window's key included, so rows
-can't be served under another picture's name.  Only bytes go in and only bytes come out: diskcache would unpickle what a forged row says.
-Work is done by two threads of its own, one for reads, so that nobody who wants rows waits behind those who leave some.
+Only bytes go in and only bytes come out: diskcache would unpickle what a forged row says.  Work is done by two threads of its own, one
+for reads, so that nobody who wants rows waits behind those who leave some, and nobody waits for a disk that hangs.
 """
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
+import errno
 import logging
 import math
 import os
 import re
 import sqlite3
-import struct
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import diskcache
 import numpy as np
-from diskcache.core import MODE_BINARY, MODE_RAW
+from diskcache.core import DBNAME, MODE_BINARY, MODE_RAW
+
+from mmserve.clock import steady_epoch
+from mmserve.config import ConfigError
+from mmserve.encoders.disk_entry import pack, unpack
+from mmserve.encoders.disk_thread import Claim, DiskThread, Withdrawn
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")
 
-MAGIC = b"MMROWS1\n"
-_HEADER = struct.Struct("<8s32s12sIIdQ32s")  # magic, key, dtype, rows, hidden, created (s since the epoch), bytes, SHA-256
+READ_TIMEOUT_S = 3.0  # from the question to the rows; encoding them anew takes about as long on a busy machine
+WRITE_TIMEOUT_S = 10.0
+OPEN_TIMEOUT_S = 10.0
+REOPEN_AFTER_S = 60.0  # between attempts to open an index that can't be opened just now
+LOCK_TIMEOUT_S = 1.0
+LOCK_PAUSE_S = 5.0  # an index that somebody holds locked is left alone for so long
 _SLACK_S = 25 * 3600.0  # diskcache goes by the wall clock: its own expiry only sweeps up, ours decides
 _WARN_EVERY_S = 60.0
 _VALUE_NAME = re.compile(r"[0-9a-f]{2}/[0-9a-f]{2}/[0-9a-f]{28}\.val")
+_DROPPED = (  # in the transaction that drops an entry, whoever decides it
+    "CREATE TABLE IF NOT EXISTS Dropped (key BLOB PRIMARY KEY)",
+    "CREATE TRIGGER IF NOT EXISTS Dropped_delete AFTER DELETE ON Cache BEGIN INSERT OR REPLACE INTO Dropped VALUES (OLD.key); END",
+)
+_TURN_OFF = "or turn the disk cache off with --embedding-disk-bytes 0"
 
 
 class NotOurs(Exception):
@@ -42,6 +52,8 @@ class NotOurs(Exception):
 
 class BytesDisk(diskcache.Disk):  # type: ignore[misc]
     """Bytes keys, bytes values, nothing else: no pickle, and no file but those diskcache names itself."""
+
+    last_name = ""  # of the file written last
 
     def put(self, key: Any) -> tuple[Any, bool]:
         if type(key) is not bytes:
@@ -72,6 +84,11 @@ class BytesDisk(diskcache.Disk):  # type: ignore[misc]
         except OSError as error:  # a link, a directory, or a disk that gives up
             raise NotOurs("a file that can't be read") from error
 
+    def filename(self, key: Any = None, value: Any = None) -> tuple[str, str]:
+        name, path = super().filename()
+        self.last_name = name
+        return name, path
+
     def remove(self, file_path: str) -> None:
         if _VALUE_NAME.fullmatch(file_path):
             super().remove(file_path)
@@ -86,87 +103,176 @@ class DiskTier:
         max_bytes: int,
         *,
         on_corrupt: Callable[[], None] = lambda: None,
+        on_timeout: Callable[[], None] = lambda: None,
         now_s: Callable[[], float] | None = None,
     ) -> None:
         self._directory = directory
         self._max_bytes = max_bytes
         self._on_corrupt = on_corrupt
+        self._on_timeout = on_timeout
         self._now_s = now_s or steady_epoch()
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="mmserve-disk-read")
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="mmserve-disk-write")
-        self._cache: diskcache.Cache | None = None
+        self._reader = DiskThread("mmserve-disk-read")
+        self._writer = DiskThread("mmserve-disk-write")
+        self._cache: diskcache.Cache | None = None  # None: can't be opened just now.  Set by the writer's thread
+        self._opened_s = -math.inf
+        self._unlocked_s = -math.inf  # when a locked index may be tried again
         self._warned_s = -math.inf
+        self._dropped: list[bytes] = []
 
-    async def open(self) -> None:
-        """Sweep what a killed predecessor left.  Raises OSError when the directory is a link, not ours, or not writable."""
-        await _do(self._writer, self._open)
+    async def open(self) -> int | None:
+        """Sweep what a killed predecessor left.  Returns the number of entries that it left, None if the disk can't say just now.
+
+        Raises ConfigError when there is something wrong with the directory that only its owner can cure.
+        """
+        return await self._ask(self._writer, lambda claim: self._open(), OPEN_TIMEOUT_S)
 
     async def read(self, key: bytes, rows: np.ndarray, dtype: str, ttl_s: float) -> float | None:
-        """Fill `rows` [num_rows, hidden] and return the entry's age in seconds.  None is a miss, and then `rows` holds no promise."""
-        return await _do(self._reader, self._guarded, lambda: self._read(key, rows, dtype, ttl_s))
+        """Fill `rows` [num_rows, hidden] and return the entry's age in seconds.  None is a miss, and then `rows` holds no promise.
+
+        Nobody writes into `rows` when this has returned, however the disk hangs.
+        """
+        return await self._ask(self._reader, lambda claim: self._read(claim, key, rows, dtype, ttl_s), READ_TIMEOUT_S)
 
     async def write(self, key: bytes, rows: np.ndarray, dtype: str, ttl_s: float) -> bool:
-        """True if the entry is there now."""
-        return bool(await _do(self._writer, self._guarded, lambda: self._write(key, rows, dtype, ttl_s)))
+        """True if the entry is there now.  Nobody reads `rows` when this has returned."""
+        return bool(await self._ask(self._writer, lambda claim: self._write(claim, key, rows, dtype, ttl_s), WRITE_TIMEOUT_S))
+
+    def take_dropped(self) -> list[bytes]:
+        """Keys of entries that have been dropped, for their age or to make room, since this was last asked."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
 
     async def close(self) -> None:
         for thread in (self._reader, self._writer):
-            await _do(thread, self._disconnect)
-            thread.shutdown()
+            await self._ask(thread, lambda claim: self._disconnect(), WRITE_TIMEOUT_S)
+            thread.stop()
         self._cache = None
 
-    def _open(self) -> None:
+    # --- waiting for a thread ------------------------------------------------------------------------------------------------
+
+    async def _ask(self, thread: DiskThread, work: Callable[[Claim], R], timeout_s: float) -> R | None:
+        if thread.hangs:
+            return None
+        try:
+            return await thread.do(lambda claim: self._guarded(lambda: work(claim)), timeout_s)
+        except TimeoutError:
+            self._on_timeout()
+            self._warn(f"no answer for {timeout_s:g} s")
+            return None
+
+    def _guarded(self, work: Callable[[], R]) -> R | None:
+        try:
+            return work()
+        except Withdrawn:
+            return None
+        except (OSError, sqlite3.Error, diskcache.Timeout, ValueError, TypeError) as error:
+            first = _first(error)
+            self._warn(_name(first))
+            if isinstance(error, diskcache.Timeout):
+                self._unlocked_s = time.monotonic() + LOCK_PAUSE_S
+            self._disconnect()  # a transaction that could be neither committed nor rolled back ends with its connection
+            if _is_damage(first):
+                self._cache = None
+            return None
+
+    def _warn(self, what: str) -> None:
+        if time.monotonic() - self._warned_s > _WARN_EVERY_S:
+            self._warned_s = time.monotonic()
+            log.warning("disk cache: %s; going on without", what)
+
+    def _disconnect(self) -> None:
+        """diskcache has one connection for each thread that used it."""
+        if self._cache is not None:
+            with suppress(sqlite3.Error):
+                self._cache.close()
+
+    # --- the writer's thread -------------------------------------------------------------------------------------------------
+
+    def _open(self) -> int:
+        self._opened_s = time.monotonic()
         _require_directory(self._directory)
         try:
-            self._cache = self._connect()
-        except (sqlite3.DatabaseError, OSError):
-            aside = self._directory / f"cache.db.corrupt-{int(time.time())}"
-            log.warning("disk cache index is damaged: moved aside, starting empty")
-            for suffix in ("-wal", "-shm"):
-                (self._directory / f"cache.db{suffix}").unlink(missing_ok=True)
-            (self._directory / "cache.db").rename(aside)
-            self._cache = self._connect()
-        self._sweep(self._cache)
+            cache = self._connect()
+        except sqlite3.Error as error:
+            if not (_is_damage(error) or error.sqlite_errorcode == sqlite3.SQLITE_ERROR):  # the latter: other columns than ours
+                raise
+            self._move_aside()
+            cache = self._connect()
+        for statement in _DROPPED:
+            cache._sql(statement)
+        self._sweep(cache)
+        cache.cull()
+        self._collect_dropped(cache)
+        self._cache = cache
+        return len(cache)
 
     def _connect(self) -> diskcache.Cache:
+        """The file is never mapped: somebody who cuts it short must not end us with SIGBUS."""
         cache = diskcache.Cache(
-            str(self._directory), timeout=1.0, disk=BytesDisk, disk_min_file_size=0, size_limit=self._max_bytes,
-            eviction_policy="least-recently-used", statistics=0, tag_index=0,
+            str(self._directory), timeout=LOCK_TIMEOUT_S, disk=BytesDisk, disk_min_file_size=0, size_limit=self._max_bytes,
+            eviction_policy="least-recently-used", statistics=0, tag_index=0, sqlite_mmap_size=0,
         )  # fmt: skip
         try:
             if cache._sql("PRAGMA quick_check").fetchone() != ("ok",):
-                raise sqlite3.DatabaseError("quick_check failed")
+                damaged = sqlite3.DatabaseError("quick_check failed")
+                damaged.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+                raise damaged
         except BaseException:
             cache.close()
             raise
         return cache
 
+    def _move_aside(self) -> None:
+        """Kept for somebody to look at, the last one only."""
+        log.warning("disk cache index is damaged: moved aside, starting empty")
+        for old in self._directory.glob(f"{DBNAME}.corrupt-*"):
+            old.unlink()
+        for suffix in ("-wal", "-shm"):
+            (self._directory / f"{DBNAME}{suffix}").unlink(missing_ok=True)
+        (self._directory / DBNAME).rename(self._directory / f"{DBNAME}.corrupt-{int(time.time())}")
+
     def _sweep(self, cache: diskcache.Cache) -> None:
         """Files that no row names: a write that was killed halfway."""
         known = {name for (name,) in cache._sql("SELECT filename FROM Cache WHERE filename IS NOT NULL")}
-        for path in self._directory.glob("??/??/*.val"):
+        for path in _value_files(self._directory):
             if str(path.relative_to(self._directory)) not in known:
                 path.unlink(missing_ok=True)
 
-    def _disconnect(self) -> None:
-        """diskcache has one connection for each thread that used it."""
-        if self._cache is not None:
-            self._cache.close()
-
-    def _guarded(self, work: Callable[[], R]) -> R | None:
+    def _write(self, claim: Claim, key: bytes, rows: np.ndarray, dtype: str, ttl_s: float) -> bool:
+        with claim:
+            entry = pack(key, rows, dtype, self._now_s())
+        if self._cache is None and time.monotonic() - self._opened_s > REOPEN_AFTER_S:
+            self._open()
+        cache = self._cache
+        if cache is None or time.monotonic() < self._unlocked_s:
+            return False
+        cache.disk.last_name = ""
         try:
-            return work()
-        except (OSError, sqlite3.Error, diskcache.Timeout, ValueError, TypeError) as error:
-            if time.monotonic() - self._warned_s > _WARN_EVERY_S:
-                self._warned_s = time.monotonic()
-                log.warning("disk cache: %s; going on without", type(error).__name__)
-            return None
+            cache.set(key, entry, expire=ttl_s + _SLACK_S)
+        except BaseException as error:
+            cache.disk.remove(cache.disk.last_name)  # else a full disk stays full of halves that no row names
+            if _is_full(_first(error)):
+                with suppress(sqlite3.Error, diskcache.Timeout):
+                    cache.expire()
+            raise
+        self._collect_dropped(cache)
+        return True
 
-    def _read(self, key: bytes, rows: np.ndarray, dtype: str, ttl_s: float) -> float | None:
-        if self._cache is None:
+    def _collect_dropped(self, cache: diskcache.Cache) -> None:
+        with cache.transact():
+            keys = cache._sql("SELECT key FROM Dropped WHERE key NOT IN (SELECT key FROM Cache)").fetchall()
+            if keys:
+                cache._sql("DELETE FROM Dropped")
+        self._dropped += [key for (key,) in keys if type(key) is bytes]
+
+    # --- the reader's thread -------------------------------------------------------------------------------------------------
+
+    def _read(self, claim: Claim, key: bytes, rows: np.ndarray, dtype: str, ttl_s: float) -> float | None:
+        cache = self._cache
+        if cache is None or time.monotonic() < self._unlocked_s:
             return None
         try:
-            entry = self._cache.get(key)
+            entry = cache.get(key)
         except NotOurs:
             entry = b""
         if entry is None:
@@ -174,67 +280,69 @@ class DiskTier:
         parsed = unpack(key, entry)
         if parsed is None:
             self._on_corrupt()
-            self._forget(key)
+            cache.delete(key)
             return None
         created_s, stored_dtype, shape, payload = parsed
         if stored_dtype != dtype or shape != rows.shape:
             return None  # sound, but of another precision: the next write replaces it
         age_s = self._now_s() - created_s
-        if age_s >= ttl_s:
-            self._forget(key)
+        if not -_SLACK_S < age_s < ttl_s:  # a clock that was a day ahead, and then right, must not make it immortal
+            cache.delete(key)
             return None
-        rows[...] = np.frombuffer(payload, rows.dtype).reshape(rows.shape)
+        with claim:
+            rows[...] = np.frombuffer(payload, rows.dtype).reshape(rows.shape)
         return max(age_s, 0.0)
 
-    def _write(self, key: bytes, rows: np.ndarray, dtype: str, ttl_s: float) -> bool:
-        if self._cache is None:
-            return False
-        return bool(self._cache.set(key, pack(key, rows, dtype, self._now_s()), expire=ttl_s + _SLACK_S))
 
-    def _forget(self, key: bytes) -> None:
-        assert self._cache is not None
-        with suppress(sqlite3.Error, diskcache.Timeout, OSError):
-            self._cache.delete(key)
+def _is_damage(error: BaseException) -> bool:
+    """Starting anew is the cure.  A full, locked or failing disk may hold a perfectly sound index."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
-def _do(thread: ThreadPoolExecutor, work: Callable[..., R], *args: Any) -> asyncio.Future[R]:
-    return asyncio.get_running_loop().run_in_executor(thread, work, *args)
+def _is_full(error: BaseException) -> bool:
+    return getattr(error, "errno", None) == errno.ENOSPC or getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL
 
 
-def pack(key: bytes, rows: np.ndarray, dtype: str, created_s: float) -> bytes:
-    """Header and rows [num_rows, hidden] as one entry."""
-    payload = rows.tobytes()
-    fields = (MAGIC, key, dtype.encode(), rows.shape[0], rows.shape[1], created_s, len(payload))
-    digest = hashlib.sha256(_HEADER.pack(*fields, b""))
-    digest.update(payload)
-    return _HEADER.pack(*fields, digest.digest()) + payload
+def _first(error: BaseException) -> BaseException:
+    """What went wrong before diskcache tried to roll back and failed at that."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error
 
 
-def unpack(key: bytes, entry: bytes) -> tuple[float, str, tuple[int, int], memoryview] | None:
-    """(created, dtype, shape, rows as bytes) of a sound entry of this very key, else None."""
-    if len(entry) < _HEADER.size:
-        return None
-    *fields, stored = _HEADER.unpack_from(entry)
-    magic, stored_key, dtype, num_rows, hidden, created_s, num_bytes = fields
-    payload = memoryview(entry)[_HEADER.size :]
-    if (magic, stored_key, num_bytes) != (MAGIC, key, len(payload)) or not math.isfinite(created_s):
-        return None
-    digest = hashlib.sha256(_HEADER.pack(*fields, b""))
-    digest.update(payload)
-    if digest.digest() != stored:
-        return None
-    return created_s, dtype.rstrip(b"\0").decode(errors="replace"), (num_rows, hidden), payload
+def _name(error: BaseException) -> str:
+    """For a log line, without the path that str() would show."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return os.strerror(error.errno)
+    return getattr(error, "sqlite_errorname", None) or type(error).__name__
 
 
-def steady_epoch() -> Callable[[], float]:
-    """Seconds since the epoch that no setting of the clock moves while we run."""
-    offset = time.time() - time.monotonic()
-    return lambda: offset + time.monotonic()
+def _value_files(directory: Path) -> Iterator[Path]:
+    """Whatever lies where values lie.  A link in place of one of our folders is taken away, not followed."""
+    for folders in ("??", "??/??"):
+        for folder in list(directory.glob(folders)):
+            if folder.is_symlink():
+                folder.unlink()
+    yield from directory.glob("??/??/*.val")
 
 
 def _require_directory(directory: Path) -> None:
-    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if directory.is_symlink() or not directory.is_dir():
-        raise NotADirectoryError("the disk cache must be a directory, not a link")
-    if directory.stat().st_uid != os.geteuid() or not os.access(directory, os.W_OK | os.X_OK):
-        raise PermissionError("the disk cache's directory must be ours and writable")
+    """The data directory may be reached through links, its owner's own choice; nothing that we make inside may be one."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except FileExistsError:
+        pass  # a file, or a link to nothing
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR):
+            raise ConfigError(f"the data directory can't be written: name another with --data-dir, {_TURN_OFF}") from None
+        raise
+    index = [directory / f"{DBNAME}{suffix}" for suffix in ("", "-wal", "-shm")]
+    if directory.is_symlink() or not directory.is_dir() or any(path.is_symlink() for path in index):
+        raise ConfigError(
+            f"embeddings in the data directory must be a directory, no link, and have no links for an index: move it away, {_TURN_OFF}"
+        )
+    status = directory.stat()
+    if status.st_uid != os.geteuid() or status.st_mode & 0o002:
+        raise ConfigError(f"embeddings in the data directory must be ours and nobody else's to write: mend its owner or mode, {_TURN_OFF}")
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise ConfigError(f"embeddings in the data directory can't be written: mend its mode, {_TURN_OFF}")

@@ -29,12 +29,12 @@ MAX_PENDING_WRITES = 64  # to disk; past that rows are only kept in memory
 class CacheEvent:
     """Something happened to the rows of one window.  What an index of the cache is made from."""
 
-    what: str  # stored, hit or dropped
+    what: str  # stored, hit, dropped, or moved: only in `tier` from now on
     tier: str  # memory or disk
     key: bytes  # the window's
-    kind: MediaKind
-    num_rows: int
-    expires_in_s: float  # from now
+    kind: MediaKind | None = None  # dropped or moved: neither this nor what follows
+    num_rows: int = 0
+    expires_in_s: float = 0.0  # from now
 
 
 @dataclass(slots=True)
@@ -171,6 +171,8 @@ class EmbeddingCache:
             if await disk.write(window.key, self.buffer.array(entry.rows), entry.rows.dtype, self._ttl_s[window.kind]):
                 ttl_s = self._ttl_s[window.kind]
                 self._on_event(CacheEvent("stored", "disk", window.key, window.kind, window.num_rows, ttl_s))
+            for key in disk.take_dropped():
+                self._on_event(CacheEvent("moved", "memory", key) if key in self._entries else CacheEvent("dropped", "disk", key))
         finally:
             self.unpin(window.key)
 
@@ -187,5 +189,4 @@ class EmbeddingCache:
     def _drop(self, entry: _Entry) -> None:
         del self._entries[entry.window.key]
         self.release(entry.rows)
-        window = entry.window
-        self._on_event(CacheEvent("dropped", "memory", window.key, window.kind, window.num_rows, 0.0))
+        self._on_event(CacheEvent("dropped", "memory", entry.window.key))
