@@ -12,7 +12,6 @@ from gateway_client import PNG, chat, serving
 from jsonschema import Draft202012Validator
 from openapi_spec_validator import validate
 from test_gateway_errors import IMAGE, WRONG, said
-from test_gateway_fuzz import BOUNDS, CALLER, body
 
 from mmserve.config import from_mapping
 from mmserve.errors import MmserveError
@@ -21,6 +20,8 @@ from mmserve.gateway.chat_api import parse_chat
 from mmserve.gateway.completions_api import parse_completion
 from mmserve.gateway.openapi import openapi_document
 from mmserve.gateway.state import ServerState
+from scripts.fuzzing.doors import BOUNDS, CALLER
+from scripts.fuzzing.texts import body
 
 MODELS = ("auto", "fake-tiny", "small", "large")
 # What a schema has no words for: fields that must agree, counts over several messages, ids below a number, 1.0 where only 1 is an integer.

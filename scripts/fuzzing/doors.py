@@ -47,8 +47,8 @@ _ERROR_FIELDS = {"message", "type", "param", "code"}
 _FITS: tuple[PictureFit, ...] = (
     Stretch(56, 16), Stretch(336, 576), SmartResize(28, 4 * 28 * 28, 256 * 28 * 28), AnyRes(56, 4, ((112, 112), (56, 168), (168, 56))),
 )  # fmt: skip
-_BOUNDS = Bounds(vocab_size=1000, limits=MediaLimits())
-_CALLER = Caller("id")
+BOUNDS = Bounds(vocab_size=1000, limits=MediaLimits())
+CALLER = Caller("id")
 
 
 class Finding(Exception):
@@ -77,11 +77,11 @@ class JsonDoor:
 
     async def try_one(self, data: bytes, rng: random.Random) -> str:
         if data.startswith(b"\r\n--"):
-            return _parsed(lambda: parse_generate(data, texts.BOUNDARY, _BOUNDS, _CALLER))
+            return _parsed(lambda: parse_generate(data, texts.BOUNDARY, BOUNDS, CALLER))
         outcome = _parsed(lambda: _agrees(data))
         routes = (
-            _parsed(lambda: parse_chat(data, _BOUNDS, _CALLER)),
-            _parsed(lambda: parse_completion(data, _BOUNDS, _CALLER)),
+            _parsed(lambda: parse_chat(data, BOUNDS, CALLER)),
+            _parsed(lambda: parse_completion(data, BOUNDS, CALLER)),
             _parsed(lambda: parse_feedback(data, tenant="default", now_s=0.0)),
         )
         return min(routes) if outcome == "200" else outcome

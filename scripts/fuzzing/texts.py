@@ -24,7 +24,8 @@ WORDS = (
 BOUNDARY = b"XX"
 _SNIPPETS = (
     b"[" * 40, b"]" * 40, b'{"a":' * 40, b"1e999", b"-", b"9" * 50, b"NaN", b"-Infinity", b'"\\ud800"', b"\\u0000", b"\xff",
-    b"\xef\xbb\xbf",    b'"', b"\\", b",", b":", b"null", b"true", b"\x00", b"/*", b"\n", b'"\\x"', b"0x1", b"01", b"\xed\xa0\x80", b"\xc0\xaf", b"'",
+    b"\xef\xbb\xbf", b'"', b"\\", b",", b":", b"null", b"true", b"\x00", b"/*", b"\n", b'"\\x"', b"0x1", b"01", b"\xed\xa0\x80",
+    b"\xc0\xaf", b"'",
 )  # fmt: skip
 _SCHEMES = ("data:", "DATA:", "Data:", "data", "dat:", " data:", "http://127.0.0.1:1/", "file:///etc/passwd", "", "data:data:")
 _TYPES = ("image/png", "Image/PNG", "image/jpg", "audio/wav", "application/octet-stream", "", "text/html", "image", "/", "é/é", "x" * 2000)
