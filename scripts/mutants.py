@@ -197,8 +197,8 @@ MUTANTS = (
     Mutant(
         "a trial ends a token too early",
         "scheduler/trials.py",
-        "PAST = 2",
-        "PAST = 0",
+        "sequence.trial_stop = sequence.num_tokens  #",
+        "sequence.trial_stop = sequence.num_tokens - 1  #",
     ),
     Mutant(
         "a suspect that was cleared stays one",

@@ -111,13 +111,10 @@ def test_what_runs_is_blamed_and_not_what_waits_behind_it():
 
 def test_a_suspect_and_the_crowd_take_turns():
     suspect, other = sequence(1, "one", 37), sequence(2, "two", 37)
-    suspect.trial_stop = 42
+    suspect.trial_stop = 41
     desk = Desk(max_num_batched_tokens=16)
     desk.add(suspect, other)
     assert [desk.step() for _ in range(6)] == [[(1, 16)], [(2, 16)], [(1, 16)], [(2, 16)], [(1, 8)], [(2, 8)]]
-    assert desk.step() == [(1, 1)]
-    assert suspect.trial_stop == 42
-    assert desk.step() == [(2, 1)]
     assert desk.step() == [(1, 1)]
     assert suspect.trial_stop == 0  # past the place: one of the crowd again
     assert desk.step() == [(1, 1), (2, 1)]

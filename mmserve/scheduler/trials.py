@@ -13,7 +13,6 @@ from mmserve.scheduler.sequence import Sequence
 
 SUSPECT_DEATHS = 2
 MAX_DEATHS = 8  # whatever its trials said
-PAST = 2  # tokens beyond those it had: one may have been drawn and never reported, and the next was being computed from it
 
 
 class Trials:
@@ -61,4 +60,4 @@ def blame(step: StepInFlight) -> None:
         sequence.num_worker_deaths += 1
         sequence.is_fatal = was_alone or sequence.num_worker_deaths >= MAX_DEATHS
         if sequence.num_worker_deaths >= SUSPECT_DEATHS:
-            sequence.trial_stop = sequence.num_tokens + PAST
+            sequence.trial_stop = sequence.num_tokens  # what had been drawn was reported, so the step computed nothing beyond
