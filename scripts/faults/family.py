@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +29,9 @@ class Footprint:
 
     num_fds: int
     num_threads: int
-    anonymous_bytes: int  # private to it: neither files nor the shared buffer
+    rss_bytes: int
+    pss_bytes: int  # what it shares is counted by the share
+    anonymous_bytes: int  # its own alone: neither files nor the shared buffer
 
 
 def children(pid: int) -> list[psutil.Process]:
@@ -81,15 +85,32 @@ def footprint(pid: int) -> Footprint:
     """Raises psutil.NoSuchProcess."""
     process = psutil.Process(pid)
     with process.oneshot():
-        return Footprint(process.num_fds(), process.num_threads(), anonymous_bytes(pid))
+        num_fds, num_threads = process.num_fds(), process.num_threads()
+    return Footprint(num_fds, num_threads, *_memory(pid))
 
 
-def anonymous_bytes(pid: int) -> int:
+def descriptors(pid: int) -> Counter[str]:
+    """How many of each kind are open: `socket`, `pipe`, or a file's name.  Raises psutil.NoSuchProcess."""
+    kinds: Counter[str] = Counter()
     try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                kinds[Path(os.readlink(link).partition(":[")[0]).name] += 1
     except (FileNotFoundError, ProcessLookupError):
         raise psutil.NoSuchProcess(pid) from None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Anonymous:")), 0)
+    return kinds
+
+
+def _memory(pid: int) -> tuple[int, int, int]:
+    """Rss, Pss and Anonymous of proc_pid_smaps(5), bytes."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    except (FileNotFoundError, ProcessLookupError):
+        raise psutil.NoSuchProcess(pid) from None
+    kb = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+    if "Rss" not in kb:  # it has just died, and has no memory any more
+        raise psutil.NoSuchProcess(pid)
+    return kb["Rss"] * 1024, kb["Pss"] * 1024, kb["Anonymous"] * 1024
 
 
 def shared_memory_names() -> set[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,15 +49,16 @@ class Request:
         return "clip" in self.kind
 
 
-def mixed_requests(count: int, seed: int, picture_size: tuple[int, int] = PICTURE_SIZE) -> list[Request]:
+def mixed_requests(count: int, seed: int, picture_size: tuple[int, int] = PICTURE_SIZE, kinds: Sequence[str] = KINDS) -> list[Request]:
     """No two alike.  Kinds and models take turns; how tokens are drawn is shuffled among them."""
     rng = random.Random(seed)
-    styles = list(itertools.islice(itertools.cycle(STYLES), count))
+    styles = [*STYLES] * (count // len(STYLES) + 1)
     rng.shuffle(styles)
-    pairs = itertools.islice(itertools.cycle(itertools.product(KINDS, MODELS)), count)
+    pairs = itertools.cycle(itertools.product(kinds, MODELS))
+    first = rng.randrange(len(kinds) * len(MODELS))
     return [
         _request(i, kind, model, style, rng.getrandbits(32), picture_size)
-        for i, ((kind, model), style) in enumerate(zip(pairs, styles, strict=True))
+        for i, ((kind, model), style) in enumerate(zip(itertools.islice(pairs, first, first + count), styles, strict=False))
     ]
 
 

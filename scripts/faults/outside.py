@@ -13,7 +13,7 @@ from pathlib import Path
 import aiohttp
 import psutil
 
-from scripts.faults.family import Footprint, children, footprint
+from scripts.faults.family import Footprint, children, descriptors, footprint
 from scripts.faults.strict_client import Answer
 
 POLL_S = 0.05
@@ -103,6 +103,7 @@ class Baseline:
         self._pid = pid
         self._family = _names(pid)
         self._main = footprint(pid)
+        self._descriptors = descriptors(pid)
 
     async def faults(self, timeout_s: float = QUIET_S) -> list[str]:
         """What is above it still, after `timeout_s` of quiet at most."""
@@ -117,6 +118,8 @@ class Baseline:
         for what, now, then, slack in _pairs(main, self._main):
             if now > then + slack:
                 found.append(f"{what} {now}, were {then}")
+                if what == "descriptors":
+                    found[-1] += f": {dict(descriptors(self._pid) - self._descriptors)} more"
         return found
 
 

@@ -122,11 +122,11 @@ async def _under_attack(client: StrictClient, kind: Kind, attack: Attack) -> tup
     return outcomes, ["the streams were over before the kill: nothing was tried"]
 
 
-async def held(url: str, timeout_s: float = QUIET_S) -> list[str]:
+async def held(url: str, api_key: str | None = None, timeout_s: float = QUIET_S) -> list[str]:
     """What the server still holds for requests, after `timeout_s` of quiet at most."""
     deadline_s = time.monotonic() + timeout_s
     while True:
-        reading = await scrape(url)
+        reading = await scrape(url, api_key)
         left = {name: value for name in QUIET if (value := reading.total(name))}
         if not left or time.monotonic() > deadline_s:
             return [f"{name} is {value:g}" for name, value in left.items()]
