@@ -4,8 +4,9 @@
     python -m scripts.soak --minutes 600 --resume soak-1700000000       goes on with it, until there are 600 minutes altogether
     python -m scripts.soak --minutes 5 --only "fill disk" "lock ledger"
 
-Starts a server of its own with the bundled model, in a directory where `journal.jsonl` tells what happens while it does.  Exit status 1 if an answer was wrong, missing or came twice, if the ledger doesn't agree, if something is left over in a quiet moment, or if the server's memory surely
-grows by more than 1 MB an hour.  Ends in a table, a plot (where there is matplotlib) and one JSON line.
+Starts a server of its own with the bundled model, in a directory where `journal.jsonl` tells what happens while it does.  Exit status 1 if
+an answer was wrong, missing or came twice, if the ledger doesn't agree, if something is left over in a quiet moment, or if the memory of
+the server surely grows by more than 1 MB an hour.  Ends in a table, a plot (where there is matplotlib) and one JSON line.
 """
 
 from __future__ import annotations

@@ -53,5 +53,6 @@ def _inflation(residuals: np.ndarray) -> float:
     total = float(residuals @ residuals)
     if not total:
         return 1.0
-    r = min(max(float(residuals[1:] @ residuals[:-1]) / total, 0.0), 0.99)
+    r = float(residuals[1:] @ residuals[:-1]) / total
+    r = min(max(r + (1 + 4 * r) / len(residuals), 0.0), 0.99)  # that far an estimate beside a trend falls short (Kendall, 1954)
     return float(np.sqrt((1 + r) / (1 - r)))
