@@ -106,8 +106,7 @@ class Worker:
         try:
             self._write(message)
         except WorkerDied as error:
-            reply.set_exception(error)
-            return reply
+            return _failed(reply, error)
         self._calls.append(_Call(reply, timeout_s))
         if len(self._calls) == 1:
             self._watch_first()
@@ -196,8 +195,7 @@ class Worker:
         self._watch_first()
         for call in calls:
             if not call.reply.done():
-                call.reply.set_exception(error)
-                call.reply.exception()  # whoever doesn't wait for it need not be told
+                _failed(call.reply, error)
 
     def _note_death(self, process: BaseProcess) -> None:
         self._loop.remove_reader(process.sentinel)
@@ -206,6 +204,12 @@ class Worker:
         self.died.set()
         if not self._alive:
             self._all_gone.set()
+
+
+def _failed(reply: asyncio.Future[Any], error: WorkerDied) -> asyncio.Future[Any]:
+    reply.set_exception(error)
+    reply.exception()  # whoever doesn't wait for it need not be told
+    return reply
 
 
 class Supervisor:

@@ -1,4 +1,5 @@
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -70,6 +71,18 @@ async def test_a_cancelled_call_leaves_no_reply_for_the_next():
     await asyncio.gather(call, return_exceptions=True)
     await worker.died.wait()
     await worker.bury()
+
+
+async def test_a_message_to_a_worker_that_is_gone_is_no_error_nobody_sees(caplog: pytest.LogCaptureFixture):
+    """A step sent to a decoder that had just been killed as hung left a traceback in the log: nobody waits for the answer to that one."""
+    worker = await spawn("echo")
+    await worker.bury()
+    reply = worker.send("too late", 30)
+    assert reply.done()
+    del reply
+    gc.collect()
+    await asyncio.sleep(0)
+    assert "never retrieved" not in caplog.text
 
 
 async def test_a_killed_worker_is_followed_by_another():
