@@ -48,6 +48,8 @@ class Metrics:
         self.encoder_forward_seconds = histogram("encoder_forward_seconds", "One encoder forward", _STEP, modality)
         self.encoder_queue_wait_seconds = histogram("encoder_queue_wait_seconds", "Decoded to forward", _STEP, modality)
         self.admission_rejections = counter("admission_rejections", "Requests refused at the door", ("reason",))
+        self.connections = gauge("connections", "Connections that are open")
+        self.connections_closed = counter("connections_closed", "Connections that the server refused or cut off", ("reason",))
         self.worker_restarts = counter("worker_restarts", "Worker processes started again", ("role",))
         self.stream_recoveries = counter("stream_recoveries", "Sequences carried over a dead worker", model)
         self.cache_corrupt = counter("cache_corrupt", "Disk cache entries that failed their integrity check")

@@ -99,6 +99,11 @@ class ChatRequest:
     def media(self) -> tuple[MediaItem, ...]:
         return tuple(part for message in self.messages for part in message.parts if isinstance(part, MediaItem))
 
+    @property
+    def num_bytes(self) -> int:
+        """What its text and media hold of memory, near enough."""
+        return sum(len(part.data if isinstance(part, MediaItem) else part) for message in self.messages for part in message.parts)
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:

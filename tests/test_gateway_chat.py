@@ -283,18 +283,14 @@ async def test_a_generation_that_stops_without_a_reason_is_an_error_not_a_silent
     assert status == 500
 
 
-async def test_a_reader_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mmserve.gateway import sse
-
-    monkeypatch.setattr(sse, "SLOW_CLIENT_S", 0.05)
-
+async def test_a_reader_that_does_not_read_is_cut_off() -> None:
     def flood(generation, request) -> None:
         for _ in range(1000):
             generation.push(Delta(0, "x" * 20_000))
 
     engine = FakeEngine(flood)
     body = b'{"messages": [{"role": "user", "content": "Hi"}], "stream": true}'
-    async with serving(engine, keep_alive_s=0.02) as server, sent(server.url, body):
+    async with serving(engine, keep_alive_s=0.02, slow_client_s=0.05) as server, sent(server.url, body):
         await engine.wait_until(lambda: engine.cancelled == ["fake-0"])
 
 

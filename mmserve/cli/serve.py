@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import ctypes
 import logging
+import resource
 import signal
 import sys
 import time
@@ -42,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
             level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
         )
         _keep_large_buffers()
+        _raise_open_files()
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(_main(config, console))
     except ConfigError as error:
@@ -133,6 +135,12 @@ def _keep_large_buffers() -> None:
     if mallopt is not None:  # other C libraries have their own ways
         for option, num_bytes in _MALLOPT.items():
             mallopt(option, num_bytes)
+
+
+def _raise_open_files() -> None:
+    """To what the system allows: each connection takes one."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -1,4 +1,7 @@
-"""A request's body, whole, within a size and a deadline.  Both are checked as the bytes come, and the size before, where it is declared."""
+"""A request's body, whole: within a size, a deadline, a pace, and what all bodies together may take.
+
+The size and the room for it are checked before a byte is read, where the length is declared, and as the bytes come.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,37 @@ from aiohttp import hdrs, web
 
 from mmserve.config import ServerConfig
 from mmserve.errors import BadRequest, RequestTimeout, TooLarge, UnsupportedMedia
+from mmserve.gateway.body_room import Held
+from mmserve.gateway.protocol import Connection
+
+PACE_WINDOW_S = 5.0  # the pace is measured over so long, and so a body that doesn't come at all is waited for
+_FRAMING_BYTES = 64 * 1024  # that chunks may take beside what they bring, and as much again
 
 
-async def read_body(request: web.Request, config: ServerConfig) -> bytes:
-    """Raises TooLarge, RequestTimeout, UnsupportedMedia or BadRequest; after the first two the connection closes."""
+async def read_body(request: web.Request, config: ServerConfig, held: Held) -> bytes:
+    """Raises TooLarge, RequestTimeout, Overloaded, UnsupportedMedia or BadRequest; after the first two the connection closes."""
     check_declared(request, config)
+    held.grow_to(request.content_length or 0)
+    loop, connection = asyncio.get_running_loop(), request.protocol
+    assert isinstance(connection, Connection)
+    num_before = connection.num_received
+    deadline_s = loop.time() + config.body_timeout_s
+    patience_s = loop.time() + PACE_WINDOW_S  # when it runs out; each byte adds to it, up to a window's worth
     body = bytearray()  # a list of pieces would cost sixty times its bytes if they came one by one
     try:
-        async with asyncio.timeout(config.body_timeout_s):
+        async with asyncio.timeout_at(min(patience_s, deadline_s)) as limit:
             while piece := await request.content.readany():
                 body += piece
                 if len(body) > config.max_body_bytes:
                     raise _too_large(config)
+                if connection.num_received - num_before > 2 * len(body) + _FRAMING_BYTES:
+                    raise TooLarge("the body's chunks are too small: their framing is larger than what is in them")
+                held.grow_to(len(body))
+                patience_s = min(patience_s + len(piece) / config.min_body_rate, loop.time() + PACE_WINDOW_S)
+                limit.reschedule(min(patience_s, deadline_s))
     except TimeoutError:
+        if loop.time() < deadline_s:
+            raise RequestTimeout(f"the body came at less than {config.min_body_rate} bytes a second") from None
         raise RequestTimeout(f"the body took longer than {config.body_timeout_s:g} s to arrive") from None
     except web.RequestPayloadError:
         raise BadRequest("the body is not what its headers say") from None

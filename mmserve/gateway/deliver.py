@@ -16,6 +16,7 @@ from aiohttp import web
 from mmserve.errors import MmserveError
 from mmserve.gateway.answer import Answer, Choice, MakeSchema, collect, server_timing
 from mmserve.gateway.call import Call
+from mmserve.gateway.protocol import Connection
 from mmserve.gateway.sse import DONE, KEEP_ALIVE, EventStream, event
 from mmserve.gateway.state import ServerState
 from mmserve.token_stream import Delta, Generation
@@ -53,6 +54,7 @@ async def _send_stream(request: web.Request, call: Call, generation: Generation,
         has_first = await batches.wait_first(keep_alive_s)
         async with EventStream(request, _headers(generation), keep_alive_s=keep_alive_s) as stream:
             num_open = call.request.sampling.n
+            generation.bound(state.config.server.max_backlog_bytes, partial(_drop_if_stalled, request, stream))
             try:
                 if not has_first:
                     await stream.send(KEEP_ALIVE)
@@ -71,6 +73,13 @@ async def _send_stream(request: web.Request, call: Call, generation: Generation,
                 await stream.send(event(MmserveError("internal error").body()))
             await stream.send(DONE)
         return stream.response
+
+
+def _drop_if_stalled(request: web.Request, stream: EventStream) -> None:
+    """More waits for the reader than may.  That is our own fault if nothing is being written to it."""
+    if stream.is_writing:
+        assert isinstance(request.protocol, Connection)
+        request.protocol.drop_slow_reader()
 
 
 class _Batches:

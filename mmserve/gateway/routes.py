@@ -18,12 +18,11 @@ from mmserve.gateway.feedback_api import parse_feedback
 from mmserve.gateway.generate_api import parse_generate
 from mmserve.gateway.json_body import check_content_type
 from mmserve.gateway.multipart import parse_boundary
-from mmserve.gateway.state import STATE, ServerState
+from mmserve.gateway.state import REQUEST_ID, STATE, ServerState
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Parse = Callable[[bytes, Bounds, Caller], Call]
 
-REQUEST_ID = web.RequestKey("request_id", str)
 _TENANT = "default"
 _INLINE_BYTES = 32 * 1024  # a body up to this is parsed on the loop, in well under a millisecond
 
@@ -53,19 +52,21 @@ async def generate(request: web.Request) -> web.StreamResponse:
 async def feedback(request: web.Request) -> web.StreamResponse:
     check_content_type(request.headers.get(hdrs.CONTENT_TYPE))
     state = request.app[STATE]
-    data = await read_body(request, state.config.server)
+    with state.bodies.enter() as held:
+        data = await read_body(request, state.config.server, held)
     state.engine.ledger.record_feedback(parse_feedback(data, tenant=_TENANT, now_s=time.time()))
     return web.json_response({"object": "feedback", "recorded": True})
 
 
 async def _generate(request: web.Request, state: ServerState, parse: Parse, schema: MakeSchema) -> web.StreamResponse:
-    with state.visit():
+    with state.visit(), state.bodies.enter() as held:
         state.engine.check_room()  # before megabytes are read and parsed for nothing
-        data = await read_body(request, state.config.server)
+        data = await read_body(request, state.config.server, held)
         caller = Caller(request_id=request[REQUEST_ID], tenant=_TENANT)
         if len(data) <= _INLINE_BYTES:
             call = parse(data, state.bounds, caller)
         else:
             call = await asyncio.to_thread(parse, data, state.bounds, caller)
         del data
+        held.resize(call.request.num_bytes)
         return await deliver(request, call, schema, state)

@@ -1,4 +1,7 @@
-"""Server-sent events over one response: one write for all that waits, a comment when nothing does, an end to readers that don't read."""
+"""Server-sent events over one response: one write for all that waits, and a comment when nothing does.
+
+A write waits for its reader; how long is for `protocol` to say, which sees whether it reads at all.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ from typing import Any, Self
 import orjson
 from aiohttp import web
 
-SLOW_CLIENT_S = 30.0  # a write that waits this long for its reader ends the connection
 _HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -30,7 +32,7 @@ class EventStream:
         self._keep_alive_s = keep_alive_s
         self._now = asyncio.get_running_loop().time
         self._last_write_s = self._now()
-        self._is_writing = False
+        self.is_writing = False
         self._timer: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -50,28 +52,17 @@ class EventStream:
         """Whole events, in one write.  Waits while the client's buffers are full."""
         if not data:
             return
-        self._last_write_s, self._is_writing = self._now(), True
+        self._last_write_s, self.is_writing = self._now(), True
         try:
             await self.response.write(data)
+            await self._request.writer.drain()  # aiohttp itself waits at every 64 KB only
         finally:
-            self._is_writing = False
+            self.is_writing = False
 
     async def _keep_alive(self) -> None:
         while True:
-            limit_s = SLOW_CLIENT_S if self._is_writing else self._keep_alive_s
-            wait_s = self._last_write_s + limit_s - self._now()
-            if wait_s > 0:
-                await asyncio.sleep(min(wait_s, self._keep_alive_s))
-            elif self._is_writing:
-                return self._abort()
+            wait_s = self._last_write_s + self._keep_alive_s - self._now()
+            if wait_s > 0 or self.is_writing:
+                await asyncio.sleep(wait_s if wait_s > 0 else self._keep_alive_s)
             else:
-                try:
-                    async with asyncio.timeout(SLOW_CLIENT_S):
-                        await self.send(KEEP_ALIVE)
-                except TimeoutError:
-                    return self._abort()
-
-    def _abort(self) -> None:
-        """Closing would wait for the reader, too."""
-        if self._request.transport is not None:
-            self._request.transport.abort()
+                await self.send(KEEP_ALIVE)

@@ -12,11 +12,13 @@ from aiohttp import web
 
 from mmserve.config import Config
 from mmserve.errors import MmserveError, Overloaded
+from mmserve.gateway.body_room import BodyRoom
 from mmserve.gateway.call import Bounds
 from mmserve.gateway.face import EngineFace
 from mmserve.token_stream import Generation
 
 SHUTDOWN = "shutdown"
+REQUEST_ID = web.RequestKey("request_id", str)
 
 
 class Phase(Enum):
@@ -33,6 +35,7 @@ class ServerState:
         self.config = config
         self.created = int(time.time())
         self.phase = Phase.STARTING
+        self.bodies = BodyRoom(config.server.max_bodies_bytes)
         self._inside: set[Generation] = set()
         self._num_inside = 0
         self._nobody = asyncio.Event()
