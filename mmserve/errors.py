@@ -101,6 +101,14 @@ class ContentQuarantined(MmserveError):
     code = "content_quarantined"
 
 
+class KeyReused(MmserveError):
+    """An `Idempotency-Key` that came with another request before."""
+
+    status = 422
+    type = "invalid_request_error"
+    code = "idempotency_key_reused"
+
+
 class RateLimited(MmserveError):
     status = 429
     type = code = "rate_limit_exceeded"

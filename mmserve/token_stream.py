@@ -46,6 +46,7 @@ class Generation:
         self.timings: dict[str, float] = {}  # seconds by stage
         self.on_cancel: Callable[[], None] | None = None
         self._waiting: list[Delta] = []
+        self.num_choices = num_choices
         self._num_open = num_choices
         self._error: MmserveError | None = None
         self._changed = asyncio.Event()

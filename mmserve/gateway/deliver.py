@@ -16,6 +16,7 @@ from aiohttp import web
 from mmserve.errors import MmserveError
 from mmserve.gateway.answer import Answer, Choice, MakeSchema, collect, server_timing
 from mmserve.gateway.call import Call
+from mmserve.gateway.idempotency import Replay, Submit
 from mmserve.gateway.protocol import Connection
 from mmserve.gateway.sse import DONE, KEEP_ALIVE, EventStream, event
 from mmserve.gateway.state import ServerState
@@ -24,9 +25,9 @@ from mmserve.token_stream import Delta, Generation
 _log = logging.getLogger(__name__)
 
 
-async def deliver(request: web.Request, call: Call, schema: MakeSchema, state: ServerState) -> web.StreamResponse:
+async def deliver(request: web.Request, call: Call, schema: MakeSchema, state: ServerState, submit: Submit) -> web.StreamResponse:
     """Raises MmserveError if nothing was sent yet; after that errors go into the stream."""
-    generation = await state.engine.submit(call.request)
+    generation = await submit(call.request)
     with state.hold(generation):
         answer = Answer(
             generation,
@@ -116,6 +117,8 @@ class _Batches:
 def _headers(generation: Generation) -> dict[str, str]:
     """Who answers and why, and the time each stage has taken so far."""
     headers = {"x-mmserve-model": generation.model, "x-mmserve-route-reason": generation.route_reason}
+    if isinstance(generation, Replay) and generation.is_repeat:
+        headers["Idempotent-Replayed"] = "true"
     if generation.timings:
         headers["Server-Timing"] = server_timing(generation.timings)
     return headers

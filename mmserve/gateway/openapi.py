@@ -7,7 +7,7 @@ from http import HTTPStatus
 from typing import Any
 
 from mmserve import errors
-from mmserve.gateway import schemas
+from mmserve.gateway import idempotency, schemas
 from mmserve.gateway.call import Bounds
 from mmserve.gateway.schemas import Schema
 
@@ -21,7 +21,7 @@ _REFUSALS: dict[HTTPStatus, str] = {
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "The body, a picture or a clip is too large, or the prompt could never fit",
     HTTPStatus.UNSUPPORTED_MEDIA_TYPE: "A content type, a container or an encoding that is not accepted",
     HTTPStatus.EXPECTATION_FAILED: "An Expect other than 100-continue",
-    HTTPStatus.UNPROCESSABLE_ENTITY: "A picture or a clip can't be decoded",
+    HTTPStatus.UNPROCESSABLE_ENTITY: "A picture or a clip can't be decoded, or an Idempotency-Key came with another body before",
     HTTPStatus.TOO_MANY_REQUESTS: "The caller's own limit; Retry-After says when to come back",
     HTTPStatus.INTERNAL_SERVER_ERROR: "A bug of ours",
     HTTPStatus.SERVICE_UNAVAILABLE: "Loading, full or shutting down; Retry-After says when to come back",
@@ -62,6 +62,12 @@ def openapi_document(*, version: str, bounds: Bounds, models: Collection[str], r
 
 
 def _generating() -> Schema:
+    key = {
+        "name": idempotency.HEADER,
+        "in": "header",
+        "schema": {"type": "string", "minLength": 1, "maxLength": idempotency.MAX_KEY_LENGTH, "pattern": "^[ -~]+$"},
+        "description": "Sent again with the same key and body, a request joins the answer it began, or gets it once more",
+    }
     answer = {_JSON: _ref("ChatCompletion"), "text/event-stream": {"schema": {"type": "string"}}}
     text_answer = {_JSON: _ref("Completion"), "text/event-stream": {"schema": {"type": "string"}}}
     form = {
@@ -70,7 +76,7 @@ def _generating() -> Schema:
             "encoding": {"options": {"contentType": _JSON}},
         }
     }
-    return {
+    operations = {
         "/v1/chat/completions": {
             "post": _operation("chat", "Answer a conversation", answer, _OF_GENERATING, body={_JSON: _ref("ChatRequest")})
         },
@@ -79,6 +85,7 @@ def _generating() -> Schema:
         },
         "/v1/generate": {"post": _operation("generate", "Answer a form with files", answer, _OF_GENERATING, body=form)},
     }
+    return {path: item | {"parameters": [key]} for path, item in operations.items()}
 
 
 def _feedback() -> Schema:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from aiohttp import hdrs, web
 
@@ -16,6 +17,7 @@ from mmserve.gateway.completions_api import parse_completion
 from mmserve.gateway.deliver import deliver
 from mmserve.gateway.feedback_api import parse_feedback
 from mmserve.gateway.generate_api import parse_generate
+from mmserve.gateway.idempotency import HEADER, fingerprint, parse_key
 from mmserve.gateway.json_body import check_content_type
 from mmserve.gateway.multipart import parse_boundary
 from mmserve.gateway.state import REQUEST_ID, STATE, ServerState
@@ -60,13 +62,18 @@ async def feedback(request: web.Request) -> web.StreamResponse:
 
 async def _generate(request: web.Request, state: ServerState, parse: Parse, schema: MakeSchema) -> web.StreamResponse:
     with state.visit(), state.bodies.enter() as held:
-        state.engine.check_room()  # before megabytes are read and parsed for nothing
-        data = await read_body(request, state.config.server, held)
         caller = Caller(request_id=request[REQUEST_ID], tenant=_TENANT)
-        if len(data) <= _INLINE_BYTES:
+        key = parse_key(request.headers.get(HEADER))
+        if not state.answers.knows(caller.tenant, key):
+            state.engine.check_room()  # before megabytes are read and parsed for nothing
+        data = await read_body(request, state.config.server, held)
+
+        def understand(data: bytes) -> tuple[Call, bytes]:
             call = parse(data, state.bounds, caller)
-        else:
-            call = await asyncio.to_thread(parse, data, state.bounds, caller)
+            return call, b"" if key is None else fingerprint(request.path, call)
+
+        call, mark = understand(data) if len(data) <= _INLINE_BYTES else await asyncio.to_thread(understand, data)
         del data
         held.resize(call.request.num_bytes)
-        return await deliver(request, call, schema, state)
+        submit = state.engine.submit if key is None else partial(state.answers.submit, key, mark)
+        return await deliver(request, call, schema, state, submit)

@@ -15,6 +15,7 @@ from mmserve.errors import MmserveError, Overloaded
 from mmserve.gateway.body_room import BodyRoom
 from mmserve.gateway.call import Bounds
 from mmserve.gateway.face import EngineFace
+from mmserve.gateway.idempotency import Answers
 from mmserve.token_stream import Generation
 
 SHUTDOWN = "shutdown"
@@ -35,6 +36,7 @@ class ServerState:
         self.config = config
         self.created = int(time.time())
         self.phase = Phase.STARTING
+        self.answers = Answers(engine.submit)
         self.bodies = BodyRoom(config.server.max_bodies_bytes)
         self._inside: set[Generation] = set()
         self._num_inside = 0
