@@ -99,7 +99,8 @@ class _Answer:
             reader.push(copy.copy(delta))
         if self._error is not None:
             reader.fail(self._error)
-        self._readers.add(reader)
+        if self.is_running:
+            self._readers.add(reader)
         return reader
 
     def _reader_of(self, source: Generation) -> Replay:
