@@ -45,9 +45,12 @@ class BlockAllocator:
 
     def check(self, num_refs: Mapping[int, int]) -> None:
         """Books equal `num_refs` (blocks not in it: none), and exactly the others are free, once each."""
-        for block_id, count in enumerate(self._num_refs):
-            expected = num_refs.get(block_id, 0)
-            assert count == expected, f"block {block_id} has {count} references, expected {expected}"
-        free = {block_id for block_id, count in enumerate(self._num_refs) if count == 0}
-        assert len(self._free) == len(free), f"{len(self._free)} entries in the free list for {len(free)} free blocks"
-        assert set(self._free) == free, "free list and counts disagree"
+        expected = [0] * len(self._num_refs)
+        for block_id, count in num_refs.items():
+            expected[block_id] = count
+        if self._num_refs != expected:  # compared whole first: tens of thousands of blocks are looked at whenever a replica is idle
+            wrong = next(i for i, count in enumerate(self._num_refs) if count != expected[i])
+            raise AssertionError(f"block {wrong} has {self._num_refs[wrong]} references, expected {expected[wrong]}")
+        num_free = expected.count(0)
+        assert len(self._free) == num_free, f"{len(self._free)} entries in the free list for {num_free} free blocks"
+        assert len(set(self._free)) == num_free and not any(map(expected.__getitem__, self._free)), "free list and counts disagree"
