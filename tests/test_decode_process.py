@@ -145,6 +145,13 @@ async def test_the_limits_take_nothing_from_any_odd_file() -> None:
         assert room.decode.num_deaths == 0
 
 
+async def test_a_decoder_stands_back_where_cores_are_few() -> None:
+    """Twenty photos a second kept the loop of a machine of two cores waiting for one of them, for a second at worst."""
+    async with running() as room:
+        (pid,) = room.decode.pids
+        assert os.getpriority(os.PRIO_PROCESS, pid) == min(os.getpriority(os.PRIO_PROCESS, 0) + 10, 19)
+
+
 async def test_a_child_killed_while_idle_is_replaced_unnoticed() -> None:
     async with running() as room:
         os.kill(room.decode.pids[0], signal.SIGKILL)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 MAX_JOBS = 2_000  # then a fresh process: whatever a decoder leaks is bounded
 PIECE_BYTES = 256 * 2**10  # of a job's data in one message, so that main's loop never copies megabytes at a time
+_NICENESS = 10  # where cores are few, the loop that carries everybody's tokens goes before one request's picture
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,7 @@ def _bind(limits: MediaLimits) -> None:
     most = mapped + limits.decode_memory_bytes
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.nice(_NICENESS)
     nowhere = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(nowhere, fd)
