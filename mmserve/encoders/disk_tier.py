@@ -12,6 +12,7 @@ import math
 import os
 import re
 import sqlite3
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -76,8 +77,10 @@ class BytesDisk(diskcache.Disk):  # type: ignore[misc]
         if mode != MODE_BINARY or filename is None or not _VALUE_NAME.fullmatch(filename):
             raise NotOurs("an entry that is not bytes")
         try:
-            fd = os.open(os.path.join(self._directory, filename), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            fd = os.open(os.path.join(self._directory, filename), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             with open(fd, "rb") as file:
+                if not stat.S_ISREG(os.fstat(fd).st_mode):
+                    raise NotOurs("a pipe or a device")
                 return file.read()
         except FileNotFoundError:
             raise
@@ -113,18 +116,23 @@ class DiskTier:
         self._now_s = now_s or steady_epoch()
         self._reader = DiskThread("mmserve-disk-read")
         self._writer = DiskThread("mmserve-disk-write")
-        self._cache: diskcache.Cache | None = None  # None: can't be opened just now.  Set by the writer's thread
+        self._cache: diskcache.Cache | None = None  # None: can't be opened just now, or has to be anew
         self._opened_s = -math.inf
-        self._unlocked_s = -math.inf  # when a locked index may be tried again
+        self._unlocked_s = -math.inf  # when a locked index may be written again
         self._warned_s = -math.inf
         self._dropped: list[bytes] = []
+        self._used: set[bytes] = set()  # keys found since the last write
 
     async def open(self) -> int | None:
         """Sweep what a killed predecessor left.  Returns the number of entries that it left, None if the disk can't say just now.
 
         Raises ConfigError when there is something wrong with the directory that only its owner can cure.
         """
-        return await self._ask(self._writer, lambda claim: self._open(), OPEN_TIMEOUT_S)
+        try:
+            return await self._ask(self._writer, lambda claim: self._open(), OPEN_TIMEOUT_S)
+        except BaseException:
+            await self.close()
+            raise
 
     async def read(self, key: bytes, rows: np.ndarray, dtype: str, ttl_s: float) -> float | None:
         """Fill `rows` [num_rows, hidden] and return the entry's age in seconds.  None is a miss, and then `rows` holds no promise.
@@ -207,10 +215,13 @@ class DiskTier:
         return len(cache)
 
     def _connect(self) -> diskcache.Cache:
-        """The file is never mapped: somebody who cuts it short must not end us with SIGBUS."""
+        """Reading writes nothing, so that it works on a full disk, too; `_note_used` makes up for it.
+
+        The file is never mapped: somebody who cuts it short must not end us with SIGBUS.
+        """
         cache = diskcache.Cache(
             str(self._directory), timeout=LOCK_TIMEOUT_S, disk=BytesDisk, disk_min_file_size=0, size_limit=self._max_bytes,
-            eviction_policy="least-recently-used", statistics=0, tag_index=0, sqlite_mmap_size=0,
+            eviction_policy="least-recently-stored", statistics=0, tag_index=0, sqlite_mmap_size=0,
         )  # fmt: skip
         try:
             if cache._sql("PRAGMA quick_check").fetchone() != ("ok",):
@@ -248,6 +259,7 @@ class DiskTier:
             return False
         cache.disk.last_name = ""
         try:
+            self._note_used(cache)
             cache.set(key, entry, expire=ttl_s + _SLACK_S)
         except BaseException as error:
             cache.disk.remove(cache.disk.last_name)  # else a full disk stays full of halves that no row names
@@ -257,6 +269,14 @@ class DiskTier:
             raise
         self._collect_dropped(cache)
         return True
+
+    def _note_used(self, cache: diskcache.Cache) -> None:
+        """Just before others may have to make room: what was stored longest ago goes first, and what was found is as good as new."""
+        used, self._used = self._used, set()
+        if used:
+            with cache.transact():
+                for key in used:
+                    cache._sql("UPDATE Cache SET store_time = ? WHERE key = ?", (time.time(), key))
 
     def _collect_dropped(self, cache: diskcache.Cache) -> None:
         with cache.transact():
@@ -269,7 +289,7 @@ class DiskTier:
 
     def _read(self, claim: Claim, key: bytes, rows: np.ndarray, dtype: str, ttl_s: float) -> float | None:
         cache = self._cache
-        if cache is None or time.monotonic() < self._unlocked_s:
+        if cache is None:
             return None
         try:
             entry = cache.get(key)
@@ -291,6 +311,7 @@ class DiskTier:
             return None
         with claim:
             rows[...] = np.frombuffer(payload, rows.dtype).reshape(rows.shape)
+        self._used.add(key)
         return max(age_s, 0.0)
 
 
