@@ -26,7 +26,9 @@ class Spool:
         self._last_ns = max(time.time_ns(), self._last_ns + 1)  # a clock set back must not change the order
         target = self.directory / f"{self._last_ns:020d}-{uuid.uuid4().hex}.jsonl"
         unfinished = target.with_suffix(".tmp")
-        self.directory.mkdir(exist_ok=True)
+        if not self.directory.exists():
+            self.directory.mkdir(exist_ok=True)
+            _fsync_directory(self.directory.parent)  # else a power cut takes the directory, with all that is synced in it
         try:
             with unfinished.open("w") as file:
                 file.writelines(line + "\n" for line in lines)
