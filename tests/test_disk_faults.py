@@ -17,7 +17,8 @@ import disk_writer
 import numpy as np
 import pytest
 from disk_writer import TTL_S, key_of, rows_of
-from small_disk import SmallDisk, small_disk, small_files, small_filesystem  # noqa: F401
+from small_disk import SmallDisk
+from test_encoder_pool import picture, running
 
 from mmserve.config import ConfigError
 from mmserve.encoders import disk_tier
@@ -304,6 +305,22 @@ async def test_a_read_that_hangs_is_a_miss_after_a_while_and_touches_nobodys_mem
             await asyncio.sleep(0.01)
     assert (rows == -1.0).all()
     await tier.close()
+
+
+async def test_a_picture_whose_rows_hang_on_disk_is_encoded_and_others_go_on(tmp_path: Path, hanging: threading.Event) -> None:
+    hanging.set()
+    tier = DiskTier(tmp_path, 2**24)
+    await tier.open()
+    async with running(disk=tier) as pool:
+        assert await pool.fetch(picture(7)) == ("encoded", 7.0)
+    hanging.clear()
+    tier = DiskTier(tmp_path, 2**24)
+    await tier.open()
+    async with running(disk=tier) as pool:
+        assert await pool.fetch(picture(7)) == ("encoded", 7.0)
+        assert await asyncio.gather(*(pool.fetch(picture(value)) for value in range(20, 40))) == [
+            ("encoded", float(v)) for v in range(20, 40)
+        ]
 
 
 async def test_closing_does_not_wait_for_a_disk_that_hangs(tmp_path: Path, hanging: threading.Event) -> None:

@@ -248,6 +248,25 @@ async def test_the_cache_loads_from_disk_what_another_life_saved(tmp_path: Path)
         assert (house.buffer.array(rows) == 5.0).all()
 
 
+class MakingRoom(DiskTier):
+    """Whatever is written, two others make room for it."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, 2**24)
+        self._dropped = [window("a").key, window("b").key]
+
+
+async def test_rows_that_leave_the_disk_are_gone_or_have_moved_to_memory(tmp_path: Path) -> None:
+    tier = MakingRoom(tmp_path)
+    await tier.open()
+    house = House(disk=tier)
+    await house.put("a")
+    await house.put("c")
+    house.cache.save(window("c"))
+    await house.cache.close()
+    assert house.events[-2:] == [("moved", "memory", window("a").key), ("dropped", "disk", window("b").key)]
+
+
 @pytest.mark.parametrize(
     "damage",
     [

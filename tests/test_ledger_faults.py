@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from small_disk import SmallDisk, small_disk, small_files, small_filesystem  # noqa: F401
+from small_disk import SmallDisk
 
 from mmserve.config import ConfigError
 from mmserve.ledger import CacheDropped, CacheEvent, CacheMoved, Ledger, RequestRow
@@ -78,7 +78,7 @@ def test_who_records_never_waits_for_a_database_that_is_locked_for_ten_seconds(t
     assert (ids_spooled(path), ledger.num_lost) == ([], 0)
 
 
-def test_on_a_full_disk_every_row_is_in_the_database_the_spool_or_memory_and_lands_when_there_is_room(small_disk: SmallDisk) -> None:  # noqa: F811
+def test_on_a_full_disk_every_row_is_in_the_database_the_spool_or_memory_and_lands_when_there_is_room(small_disk: SmallDisk) -> None:
     """F-19.  Where the disk has no room for the spool either, rows wait in memory; where it has, they are on it."""
     path = small_disk.directory / "ledger.db"
     ledger = Ledger(path)
