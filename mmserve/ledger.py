@@ -271,12 +271,15 @@ class Ledger:
             self._changed.wait_for(lambda: self._flushes_done >= mine or self._has_stopped)
             return not self._is_behind
 
-    def close(self) -> None:
-        """Write what is left, to the spool if need be, and stop.  Blocks; idempotent."""
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Write what is left, to the spool if need be, and stop.  Blocks, on a disk that hangs for `timeout_s`; idempotent."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._thread.join()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            log.error("ledger could not be closed, the disk does not answer waiting=%d", len(self._pending))
+            return
         self._db.close()
 
     def _record(self, event: Event) -> None:

@@ -7,6 +7,8 @@ import multiprocessing
 import os
 import random
 import sqlite3
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -20,6 +22,7 @@ from disk_writer import TTL_S, key_of, rows_of
 from small_disk import SmallDisk
 from test_encoder_pool import picture, running
 
+from mmserve.clock import steady_epoch
 from mmserve.config import ConfigError
 from mmserve.encoders import disk_tier
 from mmserve.encoders.disk_tier import BytesDisk, DiskTier
@@ -176,6 +179,15 @@ async def test_a_read_only_disk_is_refused(small_filesystem: SmallDisk) -> None:
     small_filesystem.freeze()
     with pytest.raises(ConfigError, match="can't be written"):
         await DiskTier(small_filesystem.directory / "embeddings", 2**20).open()
+
+
+def test_the_command_line_says_so_in_one_sentence(tmp_path: Path) -> None:
+    make_link(tmp_path / "embeddings")
+    command = [sys.executable, "-m", "mmserve", "serve", "--port", "0", "--data-dir", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 2
+    assert TURN_OFF in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
 
 
 async def test_a_data_directory_may_be_reached_through_a_link(tmp_path: Path) -> None:
@@ -374,6 +386,26 @@ async def test_what_was_dropped_just_before_a_kill_is_still_told(tmp_path: Path)
     db.close()
     async with opened(tmp_path) as tier:
         assert tier.take_dropped() == [key_of(0)]
+
+
+@pytest.mark.parametrize("step_s", [-3600.0, 86_400.0])
+async def test_a_clock_that_is_set_while_we_run_makes_no_entry_older_or_younger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_s: float
+) -> None:
+    """F-40.  Neither purged in a body nor immortal: entries live for their day of monotonic time."""
+    now_s, wall_s = steady_epoch(), time.time
+    later_s = 0.0
+    async with opened(tmp_path, now_s=lambda: now_s() + later_s) as tier:
+        for number in range(20):
+            assert await write(tier, number)
+        monkeypatch.setattr(time, "time", lambda: wall_s() + step_s)
+        for number in range(20, 30):
+            assert await write(tier, number)
+        assert all([await read(tier, number) is not None for number in range(30)])
+        later_s = TTL_S - 60.0
+        assert all([await read(tier, number) is not None for number in range(30)])
+        later_s = TTL_S + 1.0
+        assert not any([await read(tier, number) is not None for number in range(30)])
 
 
 async def test_an_entry_from_a_clock_that_was_years_ahead_is_not_immortal(tmp_path: Path) -> None:

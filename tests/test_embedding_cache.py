@@ -248,6 +248,35 @@ async def test_the_cache_loads_from_disk_what_another_life_saved(tmp_path: Path)
         assert (house.buffer.array(rows) == 5.0).all()
 
 
+class SlowDisk(DiskTier):
+    """Writes take as long as the test wants."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, 2**24)
+        self.gate = asyncio.Event()
+
+    async def write(self, key: bytes, rows: np.ndarray, dtype: str, ttl_s: float) -> bool:
+        await self.gate.wait()
+        return True
+
+
+async def test_a_slow_disk_holds_no_more_memory_than_its_share(tmp_path: Path) -> None:
+    """Rows are pinned while they are written: sixty-four of them took more than the buffer had left for requests, who then waited."""
+    tier = SlowDisk(tmp_path)
+    await tier.open()
+    house = House(32, tier)
+    for i in range(32):
+        await house.put(str(i))
+        house.cache.save(window(str(i)))
+    assert 0 < house.cache.num_pinned * SLICE_BYTES <= 32 * SLOT // 8
+    tier.gate.set()
+    await house.cache.flush()
+    assert house.cache.num_pinned == 0
+    house.cache.save(window("31"))
+    assert house.cache.num_pinned == 1
+    await house.cache.close()
+
+
 class MakingRoom(DiskTier):
     """Whatever is written, two others make room for it."""
 

@@ -10,6 +10,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -162,6 +163,21 @@ def test_a_power_cut_at_any_moment_takes_no_row_that_was_final(tmp_path: Path, l
         writer.wait()
         writer.stdout.close()
     assert num_spooled > 0, "no cut came while rows were in the spool"
+
+
+def test_closing_does_not_wait_for_a_disk_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ledger = Ledger(tmp_path / "ledger.db")
+    assert ledger.flush()
+    answers, write = threading.Event(), Ledger._write
+    monkeypatch.setattr(Ledger, "_write", lambda *args: answers.wait() and write(*args))
+    record(ledger, 0, 3)
+    ledger.close(timeout_s=0.1)
+    assert [record.message for record in caplog.records] == ["ledger could not be closed, the disk does not answer waiting=3"]
+    answers.set()
+    ledger.close(timeout_s=60.0)
+    assert ids_in(ledger.path) == [name(i) for i in range(3)]
 
 
 def test_a_data_directory_that_cannot_be_written_is_said_in_one_sentence(tmp_path: Path) -> None:

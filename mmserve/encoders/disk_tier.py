@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 R = TypeVar("R")
 
 READ_TIMEOUT_S = 3.0  # from the question to the rows; encoding them anew takes about as long on a busy machine
-WRITE_TIMEOUT_S = 10.0
-OPEN_TIMEOUT_S = 10.0
+WRITE_TIMEOUT_S = 5.0
+OPEN_TIMEOUT_S = 5.0
 REOPEN_AFTER_S = 60.0  # between attempts to open an index that can't be opened just now
 LOCK_TIMEOUT_S = 1.0
 LOCK_PAUSE_S = 5.0  # an index that somebody holds locked is left alone for so long

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 DAY_S, HOUR_S = 86_400.0, 3_600.0
 DEFAULT_TTL_S = {MediaKind.IMAGE: DAY_S, MediaKind.AUDIO: HOUR_S}
-MAX_PENDING_WRITES = 64  # to disk; past that rows are only kept in memory
+SHARE_FOR_WRITES = 0.125  # of the buffer, pinned by writes to disk; past that rows are only kept in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,7 @@ class EmbeddingCache:
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently used first
         self._room = asyncio.Event()  # set whenever bytes may have become free
         self._writes: set[asyncio.Task[None]] = set()
+        self._num_saving_bytes = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -135,9 +136,13 @@ class EmbeddingCache:
         return None if age_s is None else self._ttl_s[window.kind] - age_s
 
     def save(self, window: MediaWindow) -> None:
-        """Start writing the rows to disk.  Nobody waits for it; they are pinned meanwhile."""
-        if self.disk is None or len(self._writes) >= MAX_PENDING_WRITES:
+        """Start writing the rows to disk, unless the disk is too far behind.  Nobody waits for it; they are pinned meanwhile."""
+        if self.disk is None:
             return
+        num_bytes = self._num_saving_bytes + self.buffer.array(self._entries[window.key].rows).nbytes
+        if self._writes and num_bytes > SHARE_FOR_WRITES * self.buffer.memory.num_bytes:
+            return
+        self._num_saving_bytes = num_bytes
         self.pin(window.key)
         task = asyncio.create_task(self._save(self.disk, window), name="save-embedding")
         self._writes.add(task)
@@ -174,6 +179,7 @@ class EmbeddingCache:
             for key in disk.take_dropped():
                 self._on_event(CacheEvent("moved", "memory", key) if key in self._entries else CacheEvent("dropped", "disk", key))
         finally:
+            self._num_saving_bytes -= self.buffer.array(entry.rows).nbytes
             self.unpin(window.key)
 
     def _allocate_now(self, shape: tuple[int, ...], dtype: str) -> BufferSlice:
