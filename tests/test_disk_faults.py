@@ -398,7 +398,7 @@ async def test_a_clock_that_is_set_while_we_run_makes_no_entry_older_or_younger(
     async with opened(tmp_path, now_s=lambda: now_s() + later_s) as tier:
         for number in range(20):
             assert await write(tier, number)
-        monkeypatch.setattr(time, "time", lambda: wall_s() + step_s)
+        monkeypatch.setattr(time, "time", lambda: wall_s() + step_s + later_s)
         for number in range(20, 30):
             assert await write(tier, number)
         assert all([await read(tier, number) is not None for number in range(30)])
