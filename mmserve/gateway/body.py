@@ -15,7 +15,6 @@ from mmserve.gateway.body_room import Held
 from mmserve.gateway.protocol import Connection
 
 PACE_WINDOW_S = 5.0  # the pace is measured over so long, and so a body that doesn't come at all is waited for
-_FRAMING_BYTES = 64 * 1024  # that chunks may take beside what they bring, and as much again
 
 
 async def read_body(request: web.Request, config: ServerConfig, held: Held) -> bytes:
@@ -24,7 +23,6 @@ async def read_body(request: web.Request, config: ServerConfig, held: Held) -> b
     held.grow_to(request.content_length or 0)
     loop, connection = asyncio.get_running_loop(), request.protocol
     assert isinstance(connection, Connection)
-    num_before = connection.num_received
     deadline_s = loop.time() + config.body_timeout_s
     patience_s = loop.time() + PACE_WINDOW_S  # when it runs out; each byte adds to it, up to a window's worth
     body = bytearray()  # a list of pieces would cost sixty times its bytes if they came one by one
@@ -33,8 +31,9 @@ async def read_body(request: web.Request, config: ServerConfig, held: Held) -> b
             while piece := await request.content.readany():
                 body += piece
                 if len(body) > config.max_body_bytes:
+                    connection.is_deaf = True
                     raise _too_large(config)
-                if connection.num_received - num_before > 2 * len(body) + _FRAMING_BYTES:
+                if connection.is_deaf:
                     raise TooLarge("the body's chunks are too small: their framing is larger than what is in them")
                 held.grow_to(len(body))
                 patience_s = min(patience_s + len(piece) / config.min_body_rate, loop.time() + PACE_WINDOW_S)

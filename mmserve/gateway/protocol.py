@@ -25,6 +25,8 @@ _log = logging.getLogger(__name__)
 WRITE_BUFFER_BYTES = 16 * 1024  # what the transport takes before a writer has to wait for the reader
 _REFUSAL_LINGER_S = 1.0  # closing at once would reset the connection, and the client would never read why
 _MAX_LINGERING = 64  # refused connections that are open to be read; beyond that they are closed at once
+_SLICE_BYTES = 16 * 1024  # of a body in chunks, parsed at a time
+_FRAMING_BYTES = 16 * 1024  # that chunks may take, beside twice the bytes they bring
 _CHECKS = 5  # of a reader's progress, in the time it is given
 
 
@@ -68,11 +70,13 @@ class Connections:
 
 
 class Connection(web.RequestHandler):
-    """One of many.  `num_received` counts bytes as they came, framing included."""
+    """One of many.  `is_deaf` from when a body is refused: the rest is taken off the wire unread, so that the answer gets through."""
 
     def __init__(self, server: web.Server, connections: Connections, **options: Any) -> None:
         super().__init__(server, **options)
-        self.num_received = 0
+        self.is_deaf = False
+        self._measured: web.BaseRequest | None = None  # the request whose body comes
+        self._num_framing = 0  # bytes of it that are not body
         self._connections = connections
         self._line: asyncio.Transport | None = None  # aiohttp forgets its own while what is left is still being sent
         self._num_unread = 0
@@ -91,8 +95,21 @@ class Connection(web.RequestHandler):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        self.num_received += len(data)
-        super().data_received(data)
+        request = self._current_request
+        if self.is_deaf:
+            return
+        if request is None or not request._message.chunked:
+            super().data_received(data)
+            return
+        if request is not self._measured:
+            self._measured, self._num_framing = request, 0
+        for start in range(0, len(data) or 1, _SLICE_BYTES):
+            piece, num_before = data[start : start + _SLICE_BYTES], request.content.total_bytes
+            super().data_received(piece)
+            self._num_framing += len(piece) - (request.content.total_bytes - num_before)
+            if self._num_framing > 2 * request.content.total_bytes + _FRAMING_BYTES:
+                self.is_deaf = True
+                return
 
     def pause_writing(self) -> None:
         """More waits than the transport takes.  From here on the reader has to make progress, at whatever pace."""
