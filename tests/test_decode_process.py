@@ -158,6 +158,16 @@ async def test_a_child_killed_while_idle_is_replaced_unnoticed() -> None:
         assert (await room.image(corpus.save(corpus.scene(), "PNG"))).any()
 
 
+async def test_a_child_killed_while_idle_is_replaced_before_anybody_asks() -> None:
+    """It used to be noticed by the next picture, which then waited for a process to start."""
+    async with running() as room:
+        (pid,) = room.decode.pids
+        os.kill(pid, signal.SIGKILL)
+        async with asyncio.timeout(60):
+            while room.decode.pids in ([], [pid]):
+                await asyncio.sleep(0.01)
+
+
 async def test_a_job_whose_child_is_killed_from_outside_is_done_again(tmp_path: Path) -> None:
     flag = tmp_path / "flag"
     flag.touch()

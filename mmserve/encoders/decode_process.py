@@ -34,7 +34,7 @@ class _Child:
     def __init__(self, process: BaseProcess, channel: Channel) -> None:
         self._process = process
         self._channel = channel
-        self._died = asyncio.Event()
+        self.died = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(process.sentinel, self._note_death)
 
@@ -66,7 +66,7 @@ class _Child:
         return self._process.pid or 0
 
     def is_alive(self) -> bool:
-        return not self._died.is_set() and self._process.is_alive()
+        return not self.died.is_set() and self._process.is_alive()
 
     async def call(self, job: DecodeJob, data: bytes) -> JobDone:
         """Raises WorkerDied."""
@@ -82,7 +82,7 @@ class _Child:
         if self._process.is_alive():
             self._process.kill()
         try:
-            await to_the_end(self._died.wait())
+            await to_the_end(self.died.wait())
         finally:
             self._channel.close()
             self._process.join()
@@ -90,7 +90,7 @@ class _Child:
 
     def _note_death(self) -> None:
         self._loop.remove_reader(self._process.sentinel)
-        self._died.set()
+        self.died.set()
 
 
 @dataclass(eq=False)
@@ -195,12 +195,13 @@ class DecodeProcesses:
     async def _feed(self, child: _Child) -> None:
         """Jobs into `child` until its life is over."""
         while True:
-            entry = await self._queue.get()
+            entry = await self._next(child)
+            if entry is None:
+                log.warning("decode child pid=%d died idle", child.pid)
+                await asyncio.sleep(PAUSE_S)
+                return
             if entry.abandoned:
                 continue
-            if not child.is_alive():  # killed while it had nothing to do: not this job's fault
-                self._queue.put_nowait(entry)
-                return
             entry.running = True
             self._running.add(entry)
             try:
@@ -211,6 +212,20 @@ class DecodeProcesses:
                 if entry.running and not entry.finished.is_set():
                     await child.bury()
                     self._fail(entry, Overloaded("the server is shutting down"))
+
+    async def _next(self, child: _Child) -> _Entry | None:
+        """The next job; None if `child` is dead, which is no job's fault."""
+        getting = asyncio.create_task(self._queue.get())
+        dying = asyncio.create_task(child.died.wait())
+        taken = False
+        try:
+            await asyncio.wait({getting, dying}, return_when=asyncio.FIRST_COMPLETED)
+            taken = getting.done() and child.is_alive()
+            return getting.result() if taken else None
+        finally:
+            dying.cancel()
+            if not getting.cancel() and not taken:
+                self._queue.put_nowait(getting.result())
 
     async def _run(self, child: _Child, entry: _Entry) -> bool:
         """Do one job.  True if the child can take another."""
