@@ -98,6 +98,7 @@ def main() -> int:
         "--patience", type=float, default=1.0, help="times which all limits of time may take longer, on a slow or busy machine"
     )
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: the servers go with us
     if options.signal == "STOP" and options.kill in (MAIN, "twice", "decode-process"):
         parser.error(f"--kill {options.kill} is about death: it takes no --signal STOP")
     kind = KINDS[options.kill] if options.kill in KINDS else Kind(KINDS["encoder"].strike, fresh_media=True)

@@ -16,6 +16,7 @@ import asyncio
 import json
 import random
 import secrets
+import signal
 import sys
 import tempfile
 import time
@@ -132,6 +133,7 @@ def main() -> int:
     )
     parser.add_argument("--resume", type=Path, help="the directory of a soak that was interrupted")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: the servers go with us
     directory = options.resume or Path(f"soak-{time.time():.0f}")
     report = asyncio.run(soak(options, directory, Console(width=160, stderr=True)))
     print(json.dumps(report))
