@@ -61,7 +61,8 @@ class Worker:
         self.role = role
         self.died = asyncio.Event()
         self.num_answers = 0
-        self._processes = processes
+        self._processes = tuple(processes)
+        self.pids = tuple(process.pid or 0 for process in processes)  # of the ranks, in their order
         self._channels = channels
         self._alive = set(processes)
         self._all_gone = asyncio.Event()
@@ -87,11 +88,6 @@ class Worker:
                 process.join()
                 end.close()
             raise
-
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """Of the ranks, in their order."""
-        return tuple(process.pid or 0 for process in self._processes)
 
     @property
     def pid(self) -> int:
@@ -151,6 +147,8 @@ class Worker:
             self._end_calls(WorkerDied(f"{self.role} was stopped"))
         for process in self._processes:
             process.join()
+            process.close()  # its pipes, now and not when the garbage is collected
+        self._processes = ()
 
     def _write(self, message: object) -> None:
         data = pack(message)

@@ -85,6 +85,20 @@ async def test_a_message_to_a_worker_that_is_gone_is_no_error_nobody_sees(caplog
     assert "never retrieved" not in caplog.text
 
 
+async def test_a_buried_worker_leaves_no_descriptor_open():
+    """Each dead worker kept two pipes of multiprocessing's until the oldest garbage was collected, which is never while a server idles."""
+    await (await spawn("echo")).stop(5)
+    gc.collect()
+    gc.disable()
+    try:
+        num_open = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            await (await spawn("echo")).stop(5)
+        assert len(os.listdir("/proc/self/fd")) == num_open
+    finally:
+        gc.enable()
+
+
 async def test_a_killed_worker_is_followed_by_another():
     lives: asyncio.Queue[Worker] = asyncio.Queue()
     restarts = []

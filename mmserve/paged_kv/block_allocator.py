@@ -53,4 +53,5 @@ class BlockAllocator:
             raise AssertionError(f"block {wrong} has {self._num_refs[wrong]} references, expected {expected[wrong]}")
         num_free = expected.count(0)
         assert len(self._free) == num_free, f"{len(self._free)} entries in the free list for {num_free} free blocks"
-        assert len(set(self._free)) == num_free and not any(map(expected.__getitem__, self._free)), "free list and counts disagree"
+        assert len(set(self._free)) == num_free, "a block is free twice"
+        assert not any(map(expected.__getitem__, self._free)), "a block is free and held"
