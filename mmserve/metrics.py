@@ -6,6 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.9, 1.5, 3.0, 6.0, 15.0, 30.0, 60.0, 120.0)
 _STEP = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.035, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
+_LAG = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 _BATCH = (1, 2, 4, 8, 16, 24, 32, 48)
 _TOKENS = (16, 64, 256, 600, 1200, 2400, 4800, 9600, 19200)
 
@@ -56,7 +57,7 @@ class Metrics:
         self.cache_disk_timeouts = counter("cache_disk_timeouts", "Reads and writes of the disk cache that were not waited for any longer")
         self.cache_unexplained_hits = counter("cache_unexplained_hits", "Embedding cache hits that no earlier request explains")
         self.cache_hit_rate_alarms = counter("cache_hit_rate_alarms", "Times that somebody was told of unexplained hits")
-        self.event_loop_lag_seconds = histogram("event_loop_lag_seconds", "How late a timer of the main loop fires", _STEP)
+        self.event_loop_lag_seconds = histogram("event_loop_lag_seconds", "How late a timer of the main loop fires", _LAG)
         self.gpu_seconds = counter("gpu_seconds", "Compute seconds by stage", ("stage",))
 
     def render(self) -> bytes:

@@ -1,7 +1,9 @@
 """The arithmetic behind the figures that the scripts print: a wrong one here is a wrong one in the README."""
 
 import argparse
+import base64
 import io
+import json
 import math
 import random
 
@@ -9,7 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from scripts import bench_pictures
+from mmserve.gateway.multipart import parse_multipart
+from scripts import bench_loop_lag, bench_pictures
 from scripts.loopback import Scrape, bucket_quantile, loopback_url, quantile, same_photo_other_bytes
 from scripts.measure_tiny import Tally, grouped, macro_accuracy, wilson
 from scripts.show_cache import broken_promises
@@ -147,3 +150,24 @@ def test_a_picture_that_is_encoded_twice_is_named() -> None:
     figures = {"distinct": {"encoded": 16}, "again": {"encoded": 0}, "one_picture": {"encoded": 1}}
     assert bench_pictures.broken_promises(16, figures) == []
     assert bench_pictures.broken_promises(16, {**figures, "again": {"encoded": 3}}) == ["again: 3 encoded, not 0"]
+
+
+def test_each_photo_sent_is_the_same_picture_in_other_bytes_by_either_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_loop_lag, "photo", lambda pixels, quality: jpeg_of(pixels))
+    photos = bench_loop_lag.Photos(7)
+    sent = []
+    for _ in range(2):
+        _, _, body = photos.chat()
+        url = json.loads(body)["messages"][0]["content"][0]["image_url"]["url"]
+        sent.append(base64.b64decode(url.partition(",")[2], validate=True))
+        _, _, form = photos.generate()
+        sent.append(parse_multipart(form, b"photo")[-1].data)
+    assert len(set(sent)) == 4
+    original = Image.open(io.BytesIO(photos.jpeg)).tobytes()
+    assert all(Image.open(io.BytesIO(data)).tobytes() == original for data in sent)
+
+
+def jpeg_of(pixels: np.ndarray) -> bytes:
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, "JPEG")
+    return out.getvalue()

@@ -28,6 +28,8 @@ _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 _START_EXIT_S = 4.0  # how long a half-started engine gets to stop
 _MALLOPT = {-3: 32 * 2**20, -1: 64 * 2**20}  # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD (mallopt(3)), bytes
 
+_SWITCH_INTERVAL_S = 0.0005  # how long a thread that parses or decodes may keep the loop from the interpreter, where it can be asked
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_settings(parser)
@@ -44,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
         )
         _keep_large_buffers()
         _raise_open_files()
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(_main(config, console))
     except ConfigError as error:
