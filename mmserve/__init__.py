@@ -5,7 +5,7 @@ Five floors; imports go down only.
     doors        __main__  cli/  gateway/  bench/
     engine       engine  sync_engine  active_request  request_records  decoder_group  decoder_specs  replica_set  replica  supervisor
                  media_service  tokenizer  chat_template  token_fuser  modality_router  model_router  token_stream  readiness  quarantine
-                 ledger  spool  hit_watch
+                 quota  tenants  tenant_watch  ledger  ledger_tables  spool  hit_watch
     departments  scheduler/  encoders/           (they never import each other)
     memory       paged_kv/
     vocabulary   errors  config  composition  media  request  plan  shared_buffer  transport  child_process  metrics  clock
@@ -16,18 +16,18 @@ Five floors; imports go down only.
 
 One request, two images and a clip:
 
-     1  gateway          who is it, is the body small enough
+     1  gateway          who is it, may it have one more, is the body small enough
      2  chat_api         JSON -> ChatRequest, or BadRequest here and nowhere else
      3  modality_router  which pools see it; model_router says small or large, and why
      4  media_service    digest and header of each item: 576 + 576 + 375 rows are known, nothing is decoded
      5  tokenizer        chat template -> pieces; token_fuser lays them end to end -> ids and spans
-     6  admission        would it ever fit? is the queue short enough? else 4xx or 503, now
+     6  admission        would it ever fit? is the queue short enough, the quota large enough? else 4xx or 503, now
      7  replica_set      placed on a replica: longest cached prefix, least pending work, least harm to those who are there
      8  scheduler        what does it wait for? -> encoder_pool: in the cache? in flight? else decode process, micro-batch, tower
      9  replica          plan -> worker -> result: text at once, spans when their rows have landed, then a token a step
     10  active_request   token -> text, stop strings -> Delta on the token_stream
     11  gateway          one write for all that waits; finish reason, usage, [DONE]
-    12  engine._end      blocks, pins and room back, ledger row; exactly once, however it ended
+    12  engine._end      blocks, pins, room and quota back, ledger row; exactly once, however it ended
 
 A worker that dies takes KV bytes with it and nothing else: its sequences catch up elsewhere, or when it is back.
 """

@@ -12,6 +12,7 @@ COMMANDS = {
     "serve": "serve a model over HTTP (the default command)",
     "check": "say what a model directory is, whether it loads, and what it needs",
     "chat": "talk to a running server in the terminal",
+    "tenants": "say who may use a server, and how much",
     "bench": "measure any OpenAI-compatible server under load",
 }
 _DEFAULT = "serve"

@@ -96,6 +96,14 @@ class StorageConfig:
     image_ttl_s: float = option(24 * 3600.0, "how long a picture's rows are kept")
     audio_ttl_s: float = option(3600.0, "how long a clip's rows are kept")
 
+    @property
+    def directory(self) -> Path:
+        return self.data_dir or Path.home() / ".cache" / "mmserve"
+
+    @property
+    def ledger(self) -> Path:
+        return self.directory / "ledger.db"
+
 
 @dataclass(frozen=True)
 class ServerConfig:

@@ -1,4 +1,4 @@
-"""What happened, in SQLite: requests, the cache's index, quotas, feedback.  One writer thread; nobody who records ever waits for it.
+"""What happened, in SQLite: requests, the cache's index, feedback.  One writer thread; nobody who records ever waits for it.
 
 Rows land exactly once.  While the database is locked, full or broken they go to spool files beside it (whole files, moved into place).
 Those are taken in, in order, as soon as it can be written again; each file's name is recorded in the transaction that takes it in.
@@ -17,60 +17,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from sqlite_utils import Database
-
 from mmserve.clock import steady_epoch
-from mmserve.config import ConfigError
+from mmserve.ledger_tables import open_ledger
 from mmserve.spool import Spool
 
 log = logging.getLogger(__name__)
 
-SCHEMA_VERSION = 1
 RETRY_S = 1.0  # between attempts while the database can't be written
 SWEEP_EVERY_S = 60.0  # the cache's index is rid of what has expired
-_TABLES = (
-    """CREATE TABLE IF NOT EXISTS inference_requests (
-        request_id TEXT PRIMARY KEY,
-        tenant_id TEXT NOT NULL,
-        modality_mask INTEGER NOT NULL CHECK (modality_mask BETWEEN 1 AND 7),
-        text_tokens INTEGER NOT NULL CHECK (text_tokens >= 0),
-        vision_tokens INTEGER NOT NULL CHECK (vision_tokens >= 0),
-        audio_tokens INTEGER NOT NULL CHECK (audio_tokens >= 0),
-        ttft_ms REAL,
-        total_latency_ms REAL NOT NULL,
-        model_variant TEXT NOT NULL,
-        created_at REAL NOT NULL
-    )""",
-    """CREATE TABLE IF NOT EXISTS media_embedding_cache (
-        content_hash TEXT PRIMARY KEY,
-        media_kind TEXT NOT NULL CHECK (media_kind IN ('image', 'audio')),
-        token_count INTEGER NOT NULL CHECK (token_count > 0),
-        storage_uri TEXT NOT NULL,
-        hit_count INTEGER NOT NULL DEFAULT 0,
-        last_hit_at REAL,
-        expires_at REAL NOT NULL
-    )""",
-    """CREATE TABLE IF NOT EXISTS tenant_quota (
-        tenant_id TEXT PRIMARY KEY,
-        tokens_per_minute INTEGER NOT NULL CHECK (tokens_per_minute >= 0),
-        concurrent_requests INTEGER NOT NULL CHECK (concurrent_requests >= 0),
-        tier TEXT NOT NULL
-    )""",
-    """CREATE TABLE IF NOT EXISTS feedback (
-        request_id TEXT NOT NULL,
-        tenant_id TEXT NOT NULL,
-        rating TEXT NOT NULL CHECK (rating IN ('up', 'down')),
-        regenerated INTEGER NOT NULL CHECK (regenerated IN (0, 1)),
-        created_at REAL NOT NULL,
-        PRIMARY KEY (request_id, tenant_id)
-    )""",
-    "CREATE TABLE IF NOT EXISTS spool_imported (name TEXT PRIMARY KEY)",
-)
-_INDEXES = (
-    ("inference_requests", ("tenant_id", "created_at")),
-    ("inference_requests", ("created_at",)),
-    ("media_embedding_cache", ("expires_at",)),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,27 +105,6 @@ class CacheReopened:
 
 
 @dataclass(frozen=True, slots=True)
-class TenantQuota:
-    """What one tenant may use; 0 means no limit."""
-
-    tenant_id: str
-    tokens_per_minute: int  # fused tokens, prompt and answer
-    concurrent_requests: int
-    tier: str = "standard"
-
-    sql = """INSERT INTO tenant_quota VALUES (:tenant_id, :tokens_per_minute, :concurrent_requests, :tier)
-        ON CONFLICT (tenant_id) DO UPDATE SET tokens_per_minute = excluded.tokens_per_minute,
-        concurrent_requests = excluded.concurrent_requests, tier = excluded.tier"""
-
-
-@dataclass(frozen=True, slots=True)
-class QuotaRemoved:
-    tenant_id: str
-
-    sql = "DELETE FROM tenant_quota WHERE tenant_id = :tenant_id"
-
-
-@dataclass(frozen=True, slots=True)
 class Feedback:
     """What a client thought of an answer.  The last word counts; once regenerated, always regenerated."""
 
@@ -186,7 +119,7 @@ class Feedback:
         regenerated = max(regenerated, excluded.regenerated), created_at = excluded.created_at"""
 
 
-Event = RequestRow | CacheEvent | CacheDropped | CacheMoved | CacheExpired | CacheReopened | TenantQuota | QuotaRemoved | Feedback
+Event = RequestRow | CacheEvent | CacheDropped | CacheMoved | CacheExpired | CacheReopened | Feedback
 _EVENTS: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}
 # A row at fault, not the database: a constraint, or a value of no type that SQLite has.
 _REFUSED = (sqlite3.IntegrityError, sqlite3.ProgrammingError, sqlite3.InterfaceError, OverflowError)
@@ -216,13 +149,7 @@ class Ledger:
         self._spool = Spool(path.with_name(path.name + ".spool"))
         self.num_spooled = 0  # rows that went to the spool
         self.num_lost = 0  # rows refused by the schema, or recorded when nothing could take them
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._db = _open(path, lock_timeout_s)
-        except (sqlite3.DatabaseError, OSError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise ConfigError(f"{path.name} in the data directory can't be used: {reason}; --data-dir names another place") from error
-        self._quotas = {row["tenant_id"]: TenantQuota(**row) for row in self._db.table("tenant_quota").rows}
+        self._db = open_ledger(path, lock_timeout_s)
         self._max_pending = max_pending
         self._pending: deque[Event] = deque()
         self._is_behind = bool(self._spool.files())  # the last attempt did not bring everything into the database
@@ -243,21 +170,6 @@ class Ledger:
 
     def record_feedback(self, feedback: Feedback) -> None:
         self._record(feedback)
-
-    def quota(self, tenant_id: str) -> TenantQuota | None:
-        """From memory: what stood in the table at the start, and what was set here since."""
-        return self._quotas.get(tenant_id)
-
-    def quotas(self) -> tuple[TenantQuota, ...]:
-        return tuple(self._quotas.values())
-
-    def set_quota(self, quota: TenantQuota) -> None:
-        self._quotas[quota.tenant_id] = quota
-        self._record(quota)
-
-    def remove_quota(self, tenant_id: str) -> None:
-        self._quotas.pop(tenant_id, None)
-        self._record(QuotaRemoved(tenant_id))
 
     def flush(self) -> bool:
         """Wait until all that was recorded has been tried; True if everything is in the database, spooled rows included.  Blocks.
@@ -395,24 +307,6 @@ class Ledger:
                 return
             self._apply(batch, file.name)
         self._spool.remove(file)
-
-
-def _open(path: Path, lock_timeout_s: float) -> Database:
-    connection = sqlite3.connect(path, timeout=lock_timeout_s, check_same_thread=False)  # opened here, used by the writer's thread only
-    db = Database(connection, execute_plugins=False)
-    db.enable_wal()
-    db.execute("PRAGMA synchronous = FULL")  # spool files go when their rows are in the database: they must be on its disk by then
-    version = db.execute("PRAGMA user_version").fetchone()[0]
-    if version > SCHEMA_VERSION:
-        raise sqlite3.DatabaseError(f"it was written by a newer mmserve (schema {version}, this one knows {SCHEMA_VERSION})")
-    if version < SCHEMA_VERSION:  # else nothing is written, so that a locked database can be opened
-        with db.atomic():
-            for statement in _TABLES:
-                db.execute(statement)
-            for table, columns in _INDEXES:
-                db.table(table).create_index(columns, if_not_exists=True)
-            db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-    return db
 
 
 def _parse(line: str) -> Event:

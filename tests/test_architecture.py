@@ -21,8 +21,8 @@ VOCABULARY = {
 ENGINE = {
     "engine", "sync_engine", "active_request", "request_records", "decoder_group", "decoder_specs", "replica_set", "replica",
     "supervisor", "media_service", "tokenizer",
-    "chat_template", "token_fuser", "modality_router", "model_router", "token_stream", "readiness", "quarantine", "ledger", "spool",
-    "hit_watch",
+    "chat_template", "token_fuser", "modality_router", "model_router", "token_stream", "readiness", "quarantine", "quota", "tenants",
+    "tenant_watch", "ledger", "ledger_tables", "spool", "hit_watch",
 }  # fmt: skip
 DOORS = {"__main__", "cli", "gateway", "bench", "evals"}
 BASEMENT = {
@@ -39,7 +39,7 @@ MAY_IMPORT = {
     **dict.fromkeys(BASEMENT, VOCABULARY | BASEMENT),
     "sim": VOCABULARY | {"worker"},
 }
-PURE = {"paged_kv", "scheduler", "token_fuser", "modality_router", "model_router", "quarantine", "hit_watch"}
+PURE = {"paged_kv", "scheduler", "quota", "token_fuser", "modality_router", "model_router", "quarantine", "hit_watch"}
 NOT_PURE = {"asyncio", "socket", "subprocess", "threading", "time", "torch", "transformers"}
 
 MODULES = {

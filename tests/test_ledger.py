@@ -14,7 +14,7 @@ import pytest
 from sqlite_utils import Database
 
 from mmserve.config import ConfigError
-from mmserve.ledger import CacheDropped, CacheEvent, Feedback, Ledger, RequestRow, TenantQuota
+from mmserve.ledger import CacheDropped, CacheEvent, Feedback, Ledger, RequestRow
 
 REQUEST = RequestRow(
     request_id="r0",
@@ -203,20 +203,6 @@ def test_the_last_rating_counts_and_a_regeneration_is_remembered(ledger: Ledger,
         ("acme", "up", 1),
         ("other", "down", 0),
     ]
-
-
-def test_quotas_are_known_at_once_and_after_a_restart(path: Path) -> None:
-    first = Ledger(path)
-    first.set_quota(TenantQuota("acme", 60_000, 8, "gold"))
-    first.set_quota(TenantQuota("acme", 90_000, 8, "gold"))
-    first.set_quota(TenantQuota("gone", 1, 1))
-    first.remove_quota("gone")
-    assert first.quota("acme") == TenantQuota("acme", 90_000, 8, "gold")
-    first.close()
-    second = Ledger(path)
-    assert second.quotas() == (TenantQuota("acme", 90_000, 8, "gold"),)
-    assert second.quota("gone") is None
-    second.close()
 
 
 # --- when the database can't be written --------------------------------------------------------------------------------------
