@@ -9,6 +9,7 @@ from mmserve.errors import MmserveError, NumericalError, Overloaded
 from mmserve.media import MediaWindow, PreparedMedia
 from mmserve.modality_router import Route
 from mmserve.plan import SampledToken
+from mmserve.quota import Reservation
 from mmserve.request import ChatRequest, FinishReason, MediaUsage, TokenLogprob, Usage
 from mmserve.scheduler.scheduler import TokenUpdate
 from mmserve.scheduler.sequence import Sequence
@@ -39,6 +40,7 @@ class ActiveRequest:
     windows: Mapping[bytes, tuple[PreparedMedia, MediaWindow]]
     arrival_s: float  # monotonic
     admitted_s: float
+    reservation: Reservation  # of its tenant's quota, held until the end
     num_media_bytes: int  # of the shared buffer, held until the end
     recorded: bool  # in ledger and metrics; readiness checks are not
     sources: dict[bytes, str] = field(default_factory=dict)  # window key -> memory, disk, joined or encoded
@@ -49,6 +51,12 @@ class ActiveRequest:
     @property
     def generated_tokens(self) -> int:
         return sum(len(choice.sequence.token_ids) - choice.sequence.num_prompt for choice in self.choices)
+
+    @property
+    def used_tokens(self) -> int:
+        """What its tenant pays for, prompt and answers: nothing if it ended before its first step and before any encode of its own."""
+        has_begun = "encoded" in self.sources.values() or any(choice.sequence.first_step_s is not None for choice in self.choices)
+        return self.choices[0].sequence.num_prompt + self.generated_tokens if has_begun else 0
 
     def usage(self) -> Usage:
         """As it stands now; complete after the end."""

@@ -22,7 +22,7 @@ from mmserve.composition import load_composition
 from mmserve.config import Config, ConfigError, device_names, max_queue_wait_s, tpot_target_ms
 from mmserve.decoder_group import DecoderGroup
 from mmserve.decoder_specs import replica_specs
-from mmserve.errors import MmserveError, Overloaded, WorkerLost
+from mmserve.errors import MmserveError, Overloaded, RateLimited, WorkerLost
 from mmserve.ledger import Ledger
 from mmserve.media import MediaKind, MediaLimits, MediaSpan, PreparedMedia
 from mmserve.media_service import MediaService
@@ -30,6 +30,7 @@ from mmserve.metrics import Metrics
 from mmserve.modality_router import Route, route
 from mmserve.model_router import ModelChoice, choose_model
 from mmserve.quarantine import Quarantine, prompt_digest
+from mmserve.quota import QuotaBooks, Reservation
 from mmserve.readiness import proof_requests
 from mmserve.request import ChatRequest, FinishReason, Usage
 from mmserve.request_records import RequestRecords
@@ -38,6 +39,7 @@ from mmserve.scheduler.limits import SchedulerLimits
 from mmserve.scheduler.scheduler import TokenUpdate
 from mmserve.scheduler.sequence import Sequence
 from mmserve.shared_buffer import SharedBuffer
+from mmserve.tenants import Tenants
 from mmserve.token_fuser import FusedPrompt, fuse
 from mmserve.token_stream import Generation
 from mmserve.tokenizer import load_tokenizers
@@ -51,16 +53,17 @@ LAG_INTERVAL_S = 0.05
 class AsyncEngine:
     """Start it, submit requests, close it; an async context manager does the first and the last."""
 
-    def __init__(self, config: Config | None = None, *, metrics: Metrics | None = None) -> None:
+    def __init__(self, config: Config | None = None, *, metrics: Metrics | None = None, tenants: Tenants | None = None) -> None:
         self.config = config or Config()
         self.metrics = metrics or Metrics()
+        self.tenants = tenants or Tenants()  # without any, nobody is limited
+        self.quotas = QuotaBooks(self.tenants.quota)
         model = self.config.model
         self.composition = load_composition(model.model, small=model.small, large=model.large, chat_template=model.chat_template)
         self.limits: MediaLimits = self.config.limits
         lengths = [decoder.max_model_len for decoder in self.composition.decoders.values()]
         self.max_model_len = min([*lengths, self.config.scheduler.max_model_len or max(lengths)])
         self.tokenizers = load_tokenizers(self.composition)
-        self.data_dir = self.config.storage.data_dir or Path.home() / ".cache" / "mmserve"
         self._seeds = random.Random(self.config.model.seed)
         latency = self.metrics.inter_token_latency_seconds
         self._inter_token_latency = {name: latency.labels(name) for name in self.composition.decoders}  # looked up for every token
@@ -89,7 +92,7 @@ class AsyncEngine:
         dtype = model.dtype if model.dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
         num_threads = model.worker_threads or max(1, (os.cpu_count() or 1) // 2)
         async with AsyncExitStack() as stack:
-            self.ledger = Ledger(self.data_dir / "ledger.db")
+            self.ledger = Ledger(self.config.storage.ledger)
             stack.callback(self.ledger.close)
             self._records = RequestRecords(self.ledger, self.metrics)
             buffer = SharedBuffer(encoder.shared_buffer_bytes)
@@ -99,7 +102,7 @@ class AsyncEngine:
                 self.composition,
                 buffer,
                 self.metrics,
-                cache_dir=self.data_dir / "embeddings",
+                cache_dir=self.config.storage.directory / "embeddings",
                 rows_dtype=dtype,
                 on_restart=self._count_restart,
                 on_cache_event=self._records.index_cache,
@@ -147,10 +150,15 @@ class AsyncEngine:
     def token_text(self, token_id: int, model: str) -> str:
         return self.tokenizers[model].token_text(token_id)
 
-    def check_room(self) -> None:
-        """Raises Overloaded if no request would be taken now, whatever is in it: to be asked before a body is read."""
+    def check_room(self, tenant: str) -> None:
+        """Raises Overloaded or RateLimited if no request would be taken now, whatever is in it: to be asked before a body is read."""
         if self._draining:
             raise Overloaded("the server is shutting down", code="shutting_down", retry_after_s=5.0)
+        try:
+            self.quotas.check_room(tenant, time.monotonic())
+        except RateLimited as error:
+            self.metrics.admission_rejections.labels(error.type).inc()
+            raise
         refusal: Overloaded | None = None
         if self._num_preparing >= self.config.scheduler.max_num_queued_reqs:
             retry_after_s = max(group.retry_after_s(self._num_preparing) for group in self._groups.values())
@@ -169,7 +177,7 @@ class AsyncEngine:
 
     async def submit(self, request: ChatRequest) -> Generation:
         """Returns once the request is admitted: counted, within every limit, queued.  Raises MmserveError when refused."""
-        self.check_room()
+        self.check_room(request.tenant)
         self._num_preparing += 1
         try:
             return await self._submit(request, recorded=True)
@@ -205,9 +213,21 @@ class AsyncEngine:
         max_total_tokens = self._groups[choice.model].check(
             len(fused.token_ids), sampling.max_tokens, sampling.n, request.tenant, has_media=bool(fused.spans)
         )
+        reservation = self.quotas.reserve(
+            request.tenant,
+            num_prompt=len(fused.token_ids),
+            num_answer=max_total_tokens - len(fused.token_ids),
+            num_choices=sampling.n,
+            may_shorten=sampling.max_tokens is None,
+            now_s=time.monotonic(),
+        )
         num_bytes = self._media.num_bytes(media, choice.model)
-        await self._media.room.take(num_bytes)
-        active = self._activate(request, routed, choice, media, fused, max_total_tokens, num_bytes, arrival_s, recorded)
+        try:
+            await self._media.room.take(num_bytes)
+        except BaseException:
+            self.quotas.settle(reservation, 0, time.monotonic())
+            raise
+        active = self._activate(request, routed, choice, media, fused, reservation, num_bytes, arrival_s, recorded)
         return active.generation
 
     async def _prepare(self, request: ChatRequest, model: str) -> tuple[PreparedMedia, ...]:
@@ -228,7 +248,7 @@ class AsyncEngine:
         choice: ModelChoice,
         media: tuple[PreparedMedia, ...],
         fused: FusedPrompt,
-        max_total_tokens: int,
+        reservation: Reservation,
         num_bytes: int,
         arrival_s: float,
         recorded: bool,
@@ -258,7 +278,7 @@ class AsyncEngine:
                     sampling=sampling,
                     seed=(seed + index) % 2**64,
                     eos_token_ids=self.composition.decoders[choice.model].eos_token_ids,
-                    max_total_tokens=max_total_tokens,
+                    max_total_tokens=len(fused.token_ids) + reservation.num_answer,
                     priority=request.priority,
                     arrival_s=arrival_s,
                     salt=request.cache_salt.encode(),
@@ -277,6 +297,7 @@ class AsyncEngine:
             windows={window.key: (item, window) for item in media for window in item.windows},
             arrival_s=arrival_s,
             admitted_s=time.monotonic(),
+            reservation=reservation,
             num_media_bytes=num_bytes,
             recorded=recorded,
         )
@@ -356,6 +377,7 @@ class AsyncEngine:
         for key in active.pinned:
             self._media.cache.unpin(key)
         self._media.room.give_back(active.num_media_bytes)
+        self.quotas.settle(active.reservation, active.used_tokens, now_s)
         self._idle.set()
         if active.recorded:
             self._records.record_end(active, reason, now_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +13,9 @@ from mmserve.errors import MmserveError, ModelNotFound, Overloaded
 from mmserve.ledger import Feedback
 from mmserve.media import MediaItem, MediaLimits
 from mmserve.metrics import Metrics
+from mmserve.quota import QuotaBooks
 from mmserve.request import ChatRequest, FinishReason, MediaUsage, TokenLogprob, Usage
+from mmserve.tenants import Tenants
 from mmserve.token_stream import Delta, Generation
 
 WORDS = ("It", " is", " a", " cat", ".")
@@ -45,6 +48,8 @@ class FakeEngine:
         self.metrics = Metrics()
         self.ledger = FakeLedger()
         self.limits = MediaLimits()
+        self.tenants = Tenants()
+        self.quotas = QuotaBooks(self.tenants.quota)
         self.max_model_len = 4096
         self.requests: list[ChatRequest] = []
         self.generations: list[Generation] = []
@@ -55,7 +60,8 @@ class FakeEngine:
         self.changed = asyncio.Event()  # set whenever a request is accepted or cancelled
         self._script = script or say_words
 
-    def check_room(self) -> None:
+    def check_room(self, tenant: str) -> None:
+        self.quotas.check_room(tenant, time.monotonic())
         if self.is_full:
             raise Overloaded("the queue is full", retry_after_s=2.4)
 

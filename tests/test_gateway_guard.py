@@ -12,6 +12,7 @@ from gateway_client import chat, raw, serving
 from mmserve.config import Config, ConfigError, ServerConfig
 from mmserve.gateway.guard import check_binding
 from mmserve.gateway.server import Gateway
+from mmserve.tenants import Tenants
 
 
 async def test_every_route_but_health_needs_the_key() -> None:
@@ -85,15 +86,15 @@ async def test_another_sites_page_cannot_post_a_form_here() -> None:
 
 def test_listening_beyond_loopback_needs_a_key_or_a_word() -> None:
     for host in ("127.0.0.1", "127.8.0.1", "::1", "localhost"):
-        check_binding(ServerConfig(host=host))
+        check_binding(ServerConfig(host=host), Tenants())
     for host in ("0.0.0.0", "::", "192.168.1.5", "", "example.com"):
         with pytest.raises(ConfigError, match="--no-auth"):
-            check_binding(ServerConfig(host=host))
-        check_binding(ServerConfig(host=host, no_auth=True))
-        check_binding(ServerConfig(host=host, api_key="secret"))
+            check_binding(ServerConfig(host=host), Tenants())
+        check_binding(ServerConfig(host=host, no_auth=True), Tenants())
+        check_binding(ServerConfig(host=host, api_key="secret"), Tenants())
     with pytest.raises(ConfigError):
-        check_binding(ServerConfig(host="0.0.0.0", api_key=""))
+        check_binding(ServerConfig(host="0.0.0.0", api_key=""), Tenants())
     with pytest.raises(ConfigError, match="65535"):
-        check_binding(ServerConfig(port=65536))
+        check_binding(ServerConfig(port=65536), Tenants())
     with pytest.raises(ConfigError):
         Gateway(FakeEngine(), Config(server=ServerConfig(host="0.0.0.0")))

@@ -9,9 +9,11 @@ from rich.text import Text
 
 from mmserve.composition import Composition
 from mmserve.config import Config
+from mmserve.tenants import Tenants
 
 
-def banner(url: str, composition: Composition, config: Config) -> RenderableType:
+def banner(url: str, composition: Composition, config: Config, tenants: Tenants) -> RenderableType:
+    needs_key = config.server.api_key is not None or tenants.roll.needs_key
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim")
     facts.add_column()
@@ -19,21 +21,21 @@ def banner(url: str, composition: Composition, config: Config) -> RenderableType
     facts.add_row("OpenAI API", f"{url}/v1")
     facts.add_row("model", f"{config.model.served_model_name or composition.name} ({', '.join(composition.decoders)})")
     facts.add_row("takes", ", ".join(composition.modalities))
-    facts.add_row("access", _access(config))
+    facts.add_row("access", _access(config, needs_key=needs_key))
     stop = Text("Ctrl-C stops; what runs then may finish.", style="dim")
     panel = Panel(Group(facts, Text(), stop), title="[bold]mmserve[/]", title_align="left", expand=False)
-    command = Text(example(url, config), no_wrap=True, overflow="ignore")  # a line that breaks can't be copied
+    command = Text(example(url, needs_key=needs_key), no_wrap=True, overflow="ignore")  # a line that breaks can't be copied
     return Group(panel, command, Text())
 
 
-def example(url: str, config: Config) -> str:
+def example(url: str, *, needs_key: bool) -> str:
     """A curl that works as it stands; the key is left for the reader to fill in, not shown."""
-    key = [] if config.server.api_key is None else ["-H 'Authorization: Bearer YOUR_KEY'"]
+    key = ["-H 'Authorization: Bearer YOUR_KEY'"] if needs_key else []
     body = '{"messages": [{"role": "user", "content": "Hello! Who are you?"}], "stream": true}'
     return " \\\n  ".join([f"curl -N {url}/v1/chat/completions", *key, "-H 'Content-Type: application/json'", f"-d '{body}'"])
 
 
-def _access(config: Config) -> str:
-    if config.server.api_key is not None:
-        return "with the API key"
+def _access(config: Config, *, needs_key: bool) -> str:
+    if needs_key:
+        return "with an API key"
     return "anybody who can reach it" if config.server.no_auth else "this machine only"

@@ -22,6 +22,8 @@ from mmserve.errors import MmserveError
 from mmserve.gateway.face import EngineFace
 from mmserve.gateway.guard import check_binding
 from mmserve.gateway.server import LINGER_S, Gateway
+from mmserve.tenant_watch import TenantWatch
+from mmserve.tenants import Tenants
 
 _log = logging.getLogger(__name__)
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
@@ -40,15 +42,16 @@ def run(args: argparse.Namespace) -> int:
     console = Console(stderr=True, highlight=False)
     try:
         config = read_settings(args)
-        check_binding(config.server)
         logging.basicConfig(
             level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
         )
-        _keep_large_buffers()
-        _raise_open_files()
-        sys.setswitchinterval(_SWITCH_INTERVAL_S)
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            return runner.run(_main(config, console))
+        with TenantWatch(config.storage.ledger) as tenants:
+            check_binding(config.server, tenants)
+            _keep_large_buffers()
+            _raise_open_files()
+            sys.setswitchinterval(_SWITCH_INTERVAL_S)
+            with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+                return runner.run(_main(config, tenants, console))
     except ConfigError as error:
         console.print(f"[bold red]mmserve:[/] {error.message}")
         return 2
@@ -60,10 +63,10 @@ def run(args: argparse.Namespace) -> int:
         return 1
 
 
-async def _main(config: Config, console: Console) -> int:
+async def _main(config: Config, tenants: Tenants, console: Console) -> int:
     from mmserve.engine import AsyncEngine  # not needed to refuse a wrong flag
 
-    return await serve(AsyncEngine(config), config, console)
+    return await serve(AsyncEngine(config, tenants=tenants), config, console)
 
 
 async def serve(engine: EngineFace, config: Config, console: Console) -> int:
@@ -78,7 +81,7 @@ async def serve(engine: EngineFace, config: Config, console: Console) -> int:
             return 0
         gateway.open()
         _log.info("url=%s ready start_s=%.1f", gateway.url, time.monotonic() - began_s)
-        console.print(banner(gateway.url, engine.composition, config))
+        console.print(banner(gateway.url, engine.composition, config, engine.tenants))
         received = await signals.first()
         _log.info("signal=%s draining timeout_s=%g", received.name, config.server.shutdown_timeout)
         await gateway.drain(linger_s=LINGER_S if received is signal.SIGTERM else 0.0)

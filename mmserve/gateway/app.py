@@ -12,7 +12,8 @@ from aiohttp import hdrs, web
 from mmserve.errors import MmserveError
 from mmserve.gateway import pages, routes
 from mmserve.gateway.body import check_declared
-from mmserve.gateway.guard import PROBED_ROUTES, Guard
+from mmserve.gateway.guard import PROBED_ROUTES, TENANT, Guard
+from mmserve.gateway.rate_limit import rate_limit_headers
 from mmserve.gateway.refusals import error_response, from_aiohttp, new_request_id, plain_error
 from mmserve.gateway.state import REQUEST_ID, STATE, ServerState
 
@@ -24,7 +25,7 @@ _GUARD = web.AppKey("guard", Guard)
 def build_app(state: ServerState) -> web.Application:
     app = web.Application(middlewares=[_middleware], client_max_size=state.config.server.max_body_bytes)
     app[STATE] = state
-    app[_GUARD] = Guard(state.config.server)
+    app[_GUARD] = Guard(state.config.server, state.engine.tenants)
     for path, handler in (
         ("/v1/chat/completions", routes.chat),
         ("/v1/completions", routes.completions),
@@ -95,3 +96,6 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
     response.headers["x-request-id"] = request.get(REQUEST_ID, "")
     response.headers[hdrs.SERVER] = "mmserve"
     response.headers["X-Content-Type-Options"] = "nosniff"
+    tenant = request.get(TENANT)
+    if tenant is not None and (standing := request.app[STATE].engine.quotas.standing(tenant.tenant_id, time.monotonic())) is not None:
+        response.headers.update(rate_limit_headers(standing))

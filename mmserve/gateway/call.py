@@ -9,6 +9,7 @@ from mmserve.errors import BadRequest
 from mmserve.gateway.fields import Fields
 from mmserve.media import MediaKind, MediaLimits
 from mmserve.request import MAX_LOGIT_BIAS, ChatRequest, SamplingParams
+from mmserve.tenants import DEFAULT_TENANT
 
 NotOffered = Mapping[str, tuple[Collection[object], str]]
 """Fields that are known and not offered: what may stand in them anyway, and why nothing else."""
@@ -50,7 +51,9 @@ class Caller:
     """Who asks, as the guard found out."""
 
     request_id: str
-    tenant: str = "default"
+    tenant: str = DEFAULT_TENANT
+    priority: int = 0  # the best that a tenant's requests may have
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +79,14 @@ class Common:
     explain: bool
 
 
-def parse_common(fields: Fields, bounds: Bounds, *, logprobs: int | None, default_max_tokens: int | None = None) -> Common:
+def parse_common(fields: Fields, bounds: Bounds, caller: Caller, *, logprobs: int | None, default_max_tokens: int | None = None) -> Common:
     stream = fields.flag("stream") or False
     model = fields.text("model", max_length=MAX_MODEL_LENGTH)
-    priority = fields.integer("priority") or 0
-    if not MIN_PRIORITY <= priority <= MAX_PRIORITY:
-        raise BadRequest("priority must fit in 32 bits", param=fields.param("priority"))
     return Common(
         sampling=parse_sampling(fields, bounds, logprobs=logprobs, default_max_tokens=default_max_tokens),
         model="auto" if model is None else model,
-        priority=priority,
-        cache_salt=fields.text("cache_salt", max_length=MAX_SALT_LENGTH) or "",
+        priority=_priority(fields, caller),
+        cache_salt=_cache_salt(fields, caller),
         stream=stream,
         include_usage=_include_usage(fields, stream),
         explain=fields.flag("explain") or False,
@@ -128,6 +128,20 @@ def check_media_counts(kinds: Collection[MediaKind], limits: MediaLimits, param:
         count = sum(1 for one in kinds if one is kind)
         if count > most:
             raise BadRequest(f"at most {most} {noun} in a request, got {count}", param=param)
+
+
+def _priority(fields: Fields, caller: Caller) -> int:
+    """What the request says is added to what its tenant has, and can only make it later.  Who is no tenant may say anything."""
+    own = fields.integer("priority") or 0
+    least = MIN_PRIORITY if caller.tenant == DEFAULT_TENANT else 0
+    if not least <= own <= MAX_PRIORITY:
+        raise BadRequest(f"priority must be between {least} and {MAX_PRIORITY}, got {own}", param=fields.param("priority"))
+    return caller.priority + own
+
+
+def _cache_salt(fields: Fields, caller: Caller) -> str:
+    """A tenant's own salt is secret and of fixed length: nobody else can name it, whatever is added to it or said without one."""
+    return caller.cache_salt + (fields.text("cache_salt", max_length=MAX_SALT_LENGTH) or "")
 
 
 def _max_tokens(fields: Fields, default: int | None) -> int | None:

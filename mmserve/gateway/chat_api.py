@@ -41,7 +41,7 @@ def parse_chat(data: bytes, bounds: Bounds, caller: Caller) -> Call:
     messages = fields.required("messages", fields.items("messages"))
     check_media_counts(_kinds(messages), bounds.limits, "messages")
     logprobs = _logprobs(fields)
-    common = parse_common(fields, bounds, logprobs=logprobs)
+    common = parse_common(fields, bounds, caller, logprobs=logprobs)
     refuse(fields, NOT_OFFERED)
     fields.ignore(HARMLESS)
     fields.done()

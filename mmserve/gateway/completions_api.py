@@ -20,7 +20,7 @@ def parse_completion(data: bytes, bounds: Bounds, caller: Caller) -> Call:
     """Raises BadRequest naming the field."""
     fields = Fields(parse_object(data))
     prompt = _prompt(fields)
-    common = parse_common(fields, bounds, logprobs=fields.integer("logprobs"), default_max_tokens=DEFAULT_MAX_TOKENS)
+    common = parse_common(fields, bounds, caller, logprobs=fields.integer("logprobs"), default_max_tokens=DEFAULT_MAX_TOKENS)
     refuse(fields, NOT_OFFERED)
     fields.only("best_of", [common.sampling.n], "it must equal n")
     fields.ignore(HARMLESS)

@@ -28,7 +28,7 @@ def parse_generate(body: bytes, boundary: bytes, bounds: Bounds, caller: Caller)
     options = _single(parts, "options")
     fields = Fields({} if options is None else parse_object(options, what="options"), "")
     detail = fields.choice("detail", DETAILS) or "auto"
-    common = parse_common(fields, bounds, logprobs=_logprobs(fields))
+    common = parse_common(fields, bounds, caller, logprobs=_logprobs(fields))
     fields.ignore(HARMLESS)
     fields.done()
     pieces = place_media(_prompt(parts), _media(parts, detail))

@@ -1,9 +1,8 @@
-"""Who may come in: the key, the `Host`, the origin, and whether the server is open.  One check for all routes; the default is no."""
+"""Who comes in, and as whom: the key, the `Host`, the origin, and if the server is open.  One check for all routes; the default is no."""
 
 from __future__ import annotations
 
 import base64
-import hashlib
 import hmac
 import ipaddress
 import socket
@@ -13,16 +12,20 @@ from aiohttp import hdrs, web
 from mmserve.config import ConfigError, ServerConfig
 from mmserve.errors import Forbidden, InvalidApiKey, Overloaded
 from mmserve.gateway.state import Phase, ServerState, shutting_down
+from mmserve.tenants import ANYBODY, Tenant, Tenants, key_hash
 
+TENANT = web.RequestKey("tenant", Tenant)
 OPEN_ROUTES = ("/health", "/health/live", "/health/ready")  # answer anybody, at any time
 PROBED_ROUTES = (*OPEN_ROUTES, "/metrics")  # asked every few seconds, also while the server starts or closes
 
 
-def check_binding(config: ServerConfig) -> None:
+def check_binding(config: ServerConfig, tenants: Tenants) -> None:
     """Raises ConfigError for an address that others can reach when nothing keeps them out."""
-    if config.api_key is None and not config.no_auth and not _is_loopback(config.host):
+    if config.api_key is None and not tenants.roll.needs_key and not config.no_auth and not _is_loopback(config.host):
         raise ConfigError(
-            f"refusing to listen on {config.host} without a key: give --api-key, or --no-auth if everybody there may use it", param="host"
+            f"refusing to listen on {config.host} without a key: give --api-key, let tenants in with `mmserve tenants add`, "
+            "or say --no-auth if everybody there may use it",
+            param="host",
         )
     if not 0 <= config.port < 2**16:
         raise ConfigError(f"port must be between 0 and 65535, got {config.port}", param="port")
@@ -31,25 +34,35 @@ def check_binding(config: ServerConfig) -> None:
 
 
 class Guard:
-    def __init__(self, config: ServerConfig) -> None:
-        self._key_digest = None if config.api_key is None else _digest(config.api_key)
-        self._checks_host = config.api_key is None and _is_loopback(config.host)
+    """`tenants` may change at any time; the operator's own key can't."""
+
+    def __init__(self, config: ServerConfig, tenants: Tenants) -> None:
+        self._tenants = tenants
+        self._key_hash = None if config.api_key is None else key_hash(config.api_key)
+        self._is_local = _is_loopback(config.host)
 
     def check(self, request: web.Request, state: ServerState) -> None:
-        """Raises Forbidden, InvalidApiKey or Overloaded.  `request` has been matched to its route, and to no route at all."""
+        """Put the tenant on the request, but where anybody gets an answer.  It has been matched to its route, or to no route at all.
+
+        Raises Forbidden, InvalidApiKey or Overloaded.
+        """
         resource = request.match_info.route.resource
         route = "" if resource is None else resource.canonical
         self._check_host(request)
         if route in OPEN_ROUTES:
             return
         self._check_origin(request)
-        self._check_key(request)
+        request[TENANT] = self._identify(request)
         if route not in PROBED_ROUTES and route != "/" and not route.startswith("/playground/"):
             _check_open(state)  # the playground says by itself that the model is loading
 
+    @property
+    def _needs_key(self) -> bool:
+        return self._key_hash is not None or self._tenants.roll.needs_key
+
     def _check_host(self, request: web.Request) -> None:
         """Without a key, loopback must stay loopback: a web page could have its own name resolve to it (DNS rebinding)."""
-        if self._checks_host and not _is_own_name(_host_name(request.headers.get(hdrs.HOST, ""))):
+        if self._is_local and not self._needs_key and not _is_own_name(_host_name(request.headers.get(hdrs.HOST, ""))):
             raise Forbidden("this server answers to localhost and to addresses only; start it with --api-key to give it a name")
 
     def _check_origin(self, request: web.Request) -> None:
@@ -60,13 +73,18 @@ class Guard:
         if origin.lower().partition("://")[2] != request.headers.get(hdrs.HOST, "").lower():
             raise Forbidden("requests from other sites' pages are not accepted")
 
-    def _check_key(self, request: web.Request) -> None:
-        if self._key_digest is None:
-            return
+    def _identify(self, request: web.Request) -> Tenant:
+        """By the key.  Hashes have one length, and who can't choose them learns nothing about a key from how long they are compared."""
+        if not self._needs_key:
+            return ANYBODY
         presented = _presented_key(request.headers.get(hdrs.AUTHORIZATION, ""))
-        # Digests have one length, and comparing them tells nothing about the key.
-        if not hmac.compare_digest(_digest(presented), self._key_digest):
+        hashed = key_hash(presented)
+        if self._key_hash is not None and hmac.compare_digest(hashed, self._key_hash):
+            return ANYBODY
+        tenant = self._tenants.roll.by_key.get(hashed)
+        if tenant is None or not hmac.compare_digest(hashed, tenant.key_hash):
             raise InvalidApiKey("a valid API key is required" if presented else "an API key is required: Authorization: Bearer <key>")
+        return tenant
 
 
 def _check_open(state: ServerState) -> None:
@@ -88,10 +106,6 @@ def _presented_key(header: str) -> str:
             except ValueError:  # not base64, not ASCII, or not UTF-8 beneath
                 return ""
     return ""
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 def _host_name(header: str) -> str:

@@ -17,6 +17,7 @@ from mmserve.gateway.completions_api import parse_completion
 from mmserve.gateway.deliver import deliver
 from mmserve.gateway.feedback_api import parse_feedback
 from mmserve.gateway.generate_api import parse_generate
+from mmserve.gateway.guard import TENANT
 from mmserve.gateway.idempotency import HEADER, fingerprint, parse_key
 from mmserve.gateway.json_body import check_content_type
 from mmserve.gateway.multipart import parse_boundary
@@ -25,7 +26,6 @@ from mmserve.gateway.state import REQUEST_ID, STATE, ServerState
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Parse = Callable[[bytes, Bounds, Caller], Call]
 
-_TENANT = "default"
 _INLINE_BYTES = 32 * 1024  # a body up to this is parsed on the loop, in well under a millisecond
 
 
@@ -56,16 +56,17 @@ async def feedback(request: web.Request) -> web.StreamResponse:
     state = request.app[STATE]
     with state.bodies.enter() as held:
         data = await read_body(request, state.config.server, held)
-    state.engine.ledger.record_feedback(parse_feedback(data, tenant=_TENANT, now_s=time.time()))
+    state.engine.ledger.record_feedback(parse_feedback(data, tenant=request[TENANT].tenant_id, now_s=time.time()))
     return web.json_response({"object": "feedback", "recorded": True})
 
 
 async def _generate(request: web.Request, state: ServerState, parse: Parse, schema: MakeSchema) -> web.StreamResponse:
     with state.visit(), state.bodies.enter() as held:
-        caller = Caller(request_id=request[REQUEST_ID], tenant=_TENANT)
+        tenant = request[TENANT]
+        caller = Caller(request[REQUEST_ID], tenant.tenant_id, tenant.priority, tenant.cache_salt)
         key = parse_key(request.headers.get(HEADER))
         if not state.answers.knows(caller.tenant, key):
-            state.engine.check_room()  # before megabytes are read and parsed for nothing
+            state.engine.check_room(caller.tenant)  # before megabytes are read and parsed for nothing
         data = await read_body(request, state.config.server, held)
 
         def understand(data: bytes) -> tuple[Call, bytes]:

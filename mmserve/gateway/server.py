@@ -37,7 +37,7 @@ class Gateway:
     """
 
     def __init__(self, engine: EngineFace, config: Config) -> None:
-        check_binding(config.server)
+        check_binding(config.server, engine.tenants)
         self._config = config.server
         self._engine = engine
         self._state = ServerState(engine, config)
