@@ -92,10 +92,10 @@ def test_a_missing_file_is_named() -> None:
 
 
 def test_a_server_beyond_loopback_without_a_key_exits_with_a_sentence(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MMSERVE_API_KEY", raising=False)
-    assert main(["--host", "0.0.0.0"]) == 2
+    assert main(["--host", "0.0.0.0", "--data-dir", str(tmp_path)]) == 2
     assert "--no-auth" in capsys.readouterr().err
 
 

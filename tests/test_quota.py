@@ -69,6 +69,21 @@ def test_what_was_used_comes_back_a_minute_after_the_end_and_not_before() -> Non
     desk.reserve(10, 90)
 
 
+def test_who_is_refused_is_told_when_exactly_enough_will_be_free() -> None:
+    desk = Desk(tokens_per_minute=100)
+    desk.settle(desk.reserve(30), 31)
+    desk.now_s += 20
+    desk.settle(desk.reserve(30), 31)
+    desk.now_s += 20
+    running = desk.reserve(30, 8)  # all 100
+    for num_tokens, least_s in ((31, 20), (32, 40), (62, 40)):
+        wait_s = desk.refused(num_tokens - 1).retry_after_s
+        assert wait_s is not None
+        assert least_s <= wait_s <= least_s + SLOT_S
+    assert desk.refused(62).retry_after_s == 1  # that is up to the one who runs
+    desk.settle(running, 0)
+
+
 def test_settling_twice_gives_nothing_back_twice() -> None:
     desk = Desk(tokens_per_minute=100, concurrent_requests=1)
     first = desk.reserve(10)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import sqlite3
-import subprocess
-import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from test_ledger import REQUEST, numbered, record
 from mmserve.__main__ import main
 from mmserve.config import ConfigError
 from mmserve.ledger import Ledger
-from mmserve.ledger_tables import SCHEMA_VERSION, open_ledger
+from mmserve.ledger_tables import SCHEMA_VERSION, open_ledger, writing
 from mmserve.quota import Quota
 from mmserve.tenant_watch import TenantWatch
 from mmserve.tenants import Tenant, TenantRecords, Tenants, key_hash
@@ -179,19 +179,18 @@ def test_a_file_that_is_no_database_is_said_so(path: Path, command: Command) -> 
     assert "not a database" in error
 
 
-def test_two_commands_at_once_both_count(path: Path) -> None:
-    """Each reads the old row and writes the whole of it: without the lock from the beginning, one would undo the other."""
-    with TenantRecords(path) as records:
-        records.add("acme", Quota(), "standard", has_private_cache=False)
-    code = (
-        "import sys; from pathlib import Path; from mmserve.tenants import TenantRecords\n"
-        "records = TenantRecords(Path(sys.argv[1]))\n"
-        "for i in range(1, 101): records.set('acme', {sys.argv[2]: i})"
-    )
-    names = ("tokens_per_minute", "concurrent_requests")
-    writers = [subprocess.Popen([sys.executable, "-c", code, str(path), name]) for name in names]
-    assert [writer.wait(timeout=300) for writer in writers] == [0, 0]
-    assert stored(path)[0].quota == Quota(100, 100)
+def test_a_command_waits_for_another_to_finish_what_it_has_read(path: Path) -> None:
+    """Each reads the old row and writes the whole of it: without the lock from the beginning, one would undo the other, or fail."""
+    with TenantRecords(path) as first, TenantRecords(path) as second:
+        first.add("acme", Quota(), "standard", has_private_cache=False)
+        thread = threading.Thread(target=second.set, args=("acme", {"tokens_per_minute": 100}))
+        with writing(first._db):
+            tenant = first._get("acme")
+            thread.start()
+            thread.join(timeout=0.5)
+            first._save(replace(tenant, quota=Quota(concurrent_requests=10)))
+        thread.join()
+    assert stored(path)[0].quota == Quota(100, 10)
 
 
 # --- the database ------------------------------------------------------------------------------------------------------------
