@@ -271,7 +271,8 @@ class Supervisor:
     async def close(self, grace_s: float = 2.0) -> None:
         self._closing = True
         if self._worker is not None:
-            await self._worker.stop(grace_s)
+            is_ready = self._ready_s < math.inf  # one that loads doesn't listen, and has nothing to put in order
+            await self._worker.stop(grace_s if is_ready else 0.0)
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         if self._first_ready.done():

@@ -66,7 +66,11 @@ def run(args: argparse.Namespace) -> int:
 async def _main(config: Config, tenants: Tenants, console: Console) -> int:
     from mmserve.engine import AsyncEngine  # not needed to refuse a wrong flag
 
-    return await serve(AsyncEngine(config, tenants=tenants), config, console)
+    try:
+        return await serve(AsyncEngine(config, tenants=tenants), config, console)
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # all is closed; one more signal must not make a clean end look like a death
 
 
 async def serve(engine: EngineFace, config: Config, console: Console) -> int:
