@@ -144,12 +144,14 @@ class Ledger:
     ) -> None:
         self.path = path
         self.now_s = now_s or steady_epoch()
+        self._lock_timeout_s = lock_timeout_s
         self._sweep_every_s = sweep_every_s
         self._swept_s = time.monotonic()
         self._spool = Spool(path.with_name(path.name + ".spool"))
         self.num_spooled = 0  # rows that went to the spool
         self.num_lost = 0  # rows refused by the schema, or recorded when nothing could take them
         self._db = open_ledger(path, lock_timeout_s)
+        self._file = _file_id(path)
         self._max_pending = max_pending
         self._pending: deque[Event] = deque()
         self._is_behind = bool(self._spool.files())  # the last attempt did not bring everything into the database
@@ -238,6 +240,7 @@ class Ledger:
     def _land(self, batch: Sequence[Event]) -> bool:
         """Older rows first: the spool, then the batch.  False if the database could not take them."""
         try:
+            self._require_file()
             for file in self._spool.files():
                 self._import(file)
             if batch:
@@ -252,6 +255,16 @@ class Ledger:
         if self._is_behind:
             log.info("ledger database caught up")
         return True
+
+    def _require_file(self) -> None:
+        """Start a new one when somebody has removed ours: SQLite would go on writing into what has no name any more."""
+        if _file_id(self.path) == self._file:
+            return
+        log.error("ledger database was removed or replaced, going on in what is there now")
+        self._db.close()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._db = open_ledger(self.path, self._lock_timeout_s)
+        self._file = _file_id(self.path)
 
     def _sweep_in_s(self) -> float:
         return self._swept_s + self._sweep_every_s - time.monotonic()
@@ -307,6 +320,15 @@ class Ledger:
                 return
             self._apply(batch, file.name)
         self._spool.remove(file)
+
+
+def _file_id(path: Path) -> tuple[int, int] | None:
+    """Device and number of the file that is there now; None if there is none."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _parse(line: str) -> Event:

@@ -180,6 +180,20 @@ def test_closing_does_not_wait_for_a_disk_that_hangs(
     assert ids_in(ledger.path) == [name(i) for i in range(3)]
 
 
+def test_rows_recorded_after_somebody_removed_the_database_are_in_a_new_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They went into the file that had no name any more, and `flush` said that they were there."""
+    data = tmp_path / "data"
+    ledger = Ledger(data / "ledger.db")
+    record(ledger, 0, 10)
+    assert ledger.flush()
+    shutil.rmtree(data)
+    record(ledger, 10, 20)
+    assert ledger.flush()
+    assert ids_in(ledger.path) == [name(i) for i in range(10, 20)]
+    ledger.close()
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+
+
 def test_a_data_directory_that_cannot_be_written_is_said_in_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"ledger.db in the data directory can't be used: .*; --data-dir names another place") as error:
