@@ -262,7 +262,7 @@ class MediaService:
         if alarm := self._watch.alarm(now_s):
             self._metrics.cache_hit_rate_alarms.inc()
             log.warning(
-                "embedding cache: unexplained=%d hits=%d lookups=%d last_s=%g: more than the traffic explains; is it poisoned?",
+                "embedding cache: unexplained=%d hits=%d lookups=%d last_s=%g; is it poisoned, or another server's too?",
                 alarm.num_unexplained, alarm.num_hits, alarm.num_lookups, alarm.span_s,
             )  # fmt: skip
 

@@ -101,4 +101,4 @@ async def test_a_full_disk_costs_no_request_and_poisoned_keys_are_noticed(
         await answers(engine, "poisoned")
         assert counter(engine, "cache_unexplained_hits_total") >= len(PICTURES) - 1
         assert counter(engine, "cache_hit_rate_alarms_total") == 1
-        assert "is it poisoned?" in caplog.text
+        assert "is it poisoned" in caplog.text

@@ -239,6 +239,26 @@ async def test_an_index_ruined_while_we_run_is_moved_aside_without_a_restart(tmp
     assert sum(name.startswith("cache.db.corrupt-") for name in os.listdir(tmp_path)) == 1
 
 
+@pytest.mark.parametrize(
+    "forgery",
+    [
+        "INSERT INTO Settings VALUES ('disk_unheard_of', 1)",
+        "DROP TABLE Cache; CREATE TABLE Cache (picture TEXT)",
+        "DROP TABLE Settings; CREATE TABLE Settings (key TEXT NOT NULL UNIQUE, value); INSERT INTO Settings VALUES ('size', 'much')",
+    ],
+)
+async def test_an_index_that_diskcache_cannot_make_sense_of_is_moved_aside(tmp_path: Path, forgery: str) -> None:
+    async with opened(tmp_path) as tier:
+        assert await write(tier, 0)
+    db = sqlite3.connect(tmp_path / "cache.db")
+    db.executescript(forgery)
+    db.close()
+    async with opened(tmp_path) as tier:
+        await write(tier, 1)
+        assert await write(tier, 1)
+        assert (await read(tier, 1) == rows_of(1)).all()
+
+
 async def test_an_index_cut_short_while_we_run_does_not_end_us(tmp_path: Path) -> None:
     """diskcache maps the file into memory; who reads a mapped page that is gone gets SIGBUS."""
     async with opened(tmp_path) as tier:

@@ -282,7 +282,7 @@ class MakingRoom(DiskTier):
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory, 2**24)
-        self._dropped = [window("a").key, window("b").key]
+        self._dropped.extend([window("a").key, window("b").key])
 
 
 async def test_rows_that_leave_the_disk_are_gone_or_have_moved_to_memory(tmp_path: Path) -> None:

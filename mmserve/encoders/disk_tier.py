@@ -14,6 +14,7 @@ import re
 import sqlite3
 import stat
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -37,6 +38,7 @@ OPEN_TIMEOUT_S = 5.0
 REOPEN_AFTER_S = 60.0  # between attempts to open an index that can't be opened just now
 LOCK_TIMEOUT_S = 1.0
 LOCK_PAUSE_S = 5.0  # an index that somebody holds locked is left alone for so long
+MAX_USED = 10_000
 _SLACK_S = 25 * 3600.0  # diskcache goes by the wall clock: its own expiry only sweeps up, ours decides
 _WARN_EVERY_S = 60.0
 _VALUE_NAME = re.compile(r"[0-9a-f]{2}/[0-9a-f]{2}/[0-9a-f]{28}\.val")
@@ -120,8 +122,8 @@ class DiskTier:
         self._opened_s = -math.inf
         self._unlocked_s = -math.inf  # when a locked index may be written again
         self._warned_s = -math.inf
-        self._dropped: list[bytes] = []
-        self._used: set[bytes] = set()  # keys found since the last write
+        self._dropped: deque[bytes] = deque()
+        self._used: deque[bytes] = deque(maxlen=MAX_USED)  # keys found since the last write
 
     async def open(self) -> int | None:
         """Sweep what a killed predecessor left.  Returns the number of entries that it left, None if the disk can't say just now.
@@ -147,8 +149,7 @@ class DiskTier:
 
     def take_dropped(self) -> list[bytes]:
         """Keys of entries that have been dropped, for their age or to make room, since this was last asked."""
-        dropped, self._dropped = self._dropped, []
-        return dropped
+        return [self._dropped.popleft() for _ in range(len(self._dropped))]
 
     async def close(self) -> None:
         for thread in (self._reader, self._writer):
@@ -200,19 +201,27 @@ class DiskTier:
         self._opened_s = time.monotonic()
         _require_directory(self._directory)
         try:
-            cache = self._connect()
-        except sqlite3.Error as error:
-            if not (_is_damage(error) or error.sqlite_errorcode == sqlite3.SQLITE_ERROR):  # the latter: other columns than ours
+            cache = self._prepare()
+        except (sqlite3.Error, TypeError, ValueError) as error:
+            if not _is_damage(_first(error), sqlite3.SQLITE_ERROR):  # that: other tables or settings than ours
                 raise
             self._move_aside()
-            cache = self._connect()
-        for statement in _DROPPED:
-            cache._sql(statement)
-        self._sweep(cache)
-        cache.cull()
-        self._collect_dropped(cache)
+            cache = self._prepare()
         self._cache = cache
         return len(cache)
+
+    def _prepare(self) -> diskcache.Cache:
+        cache = self._connect()
+        try:
+            for statement in _DROPPED:
+                cache._sql(statement)
+            self._sweep(cache)
+            cache.cull()
+            self._collect_dropped(cache)
+        except BaseException:
+            cache.close()
+            raise
+        return cache
 
     def _connect(self) -> diskcache.Cache:
         """Reading writes nothing, so that it works on a full disk, too; `_note_used` makes up for it.
@@ -221,7 +230,7 @@ class DiskTier:
         """
         cache = diskcache.Cache(
             str(self._directory), timeout=LOCK_TIMEOUT_S, disk=BytesDisk, disk_min_file_size=0, size_limit=self._max_bytes,
-            eviction_policy="least-recently-stored", statistics=0, tag_index=0, sqlite_mmap_size=0,
+            eviction_policy="least-recently-stored", cull_limit=10, statistics=0, tag_index=0, sqlite_mmap_size=0,
         )  # fmt: skip
         try:
             if cache._sql("PRAGMA quick_check").fetchone() != ("ok",):
@@ -251,7 +260,8 @@ class DiskTier:
 
     def _write(self, claim: Claim, key: bytes, rows: np.ndarray, dtype: str, ttl_s: float) -> bool:
         with claim:
-            entry = pack(key, rows, dtype, self._now_s())
+            copied = rows.copy()
+        entry = pack(key, copied, dtype, self._now_s())
         if self._cache is None and time.monotonic() - self._opened_s > REOPEN_AFTER_S:
             self._open()
         cache = self._cache
@@ -272,8 +282,7 @@ class DiskTier:
 
     def _note_used(self, cache: diskcache.Cache) -> None:
         """Just before others may have to make room: what was stored longest ago goes first, and what was found is as good as new."""
-        used, self._used = self._used, set()
-        if used:
+        if used := {self._used.popleft() for _ in range(len(self._used))}:
             with cache.transact():
                 for key in used:
                     cache._sql("UPDATE Cache SET store_time = ? WHERE key = ?", (time.time(), key))
@@ -283,7 +292,7 @@ class DiskTier:
             keys = cache._sql("SELECT key FROM Dropped WHERE key NOT IN (SELECT key FROM Cache)").fetchall()
             if keys:
                 cache._sql("DELETE FROM Dropped")
-        self._dropped += [key for (key,) in keys if type(key) is bytes]
+        self._dropped.extend(key for (key,) in keys if type(key) is bytes)
 
     # --- the reader's thread -------------------------------------------------------------------------------------------------
 
@@ -311,13 +320,13 @@ class DiskTier:
             return None
         with claim:
             rows[...] = np.frombuffer(payload, rows.dtype).reshape(rows.shape)
-        self._used.add(key)
+        self._used.append(key)
         return max(age_s, 0.0)
 
 
-def _is_damage(error: BaseException) -> bool:
+def _is_damage(error: BaseException, *also: int) -> bool:
     """Starting anew is the cure.  A full, locked or failing disk may hold a perfectly sound index."""
-    return getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+    return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, *also)
 
 
 def _is_full(error: BaseException) -> bool:
