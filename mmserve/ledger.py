@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from mmserve.clock import steady_epoch
+from mmserve.config import ConfigError
 from mmserve.ledger_tables import open_ledger
 from mmserve.spool import Spool
 
@@ -248,7 +249,7 @@ class Ledger:
             if self._sweep_in_s() <= 0:
                 self._swept_s = time.monotonic()
                 self._apply([CacheExpired(self.now_s())])
-        except (sqlite3.DatabaseError, OSError) as error:
+        except (sqlite3.DatabaseError, OSError, ConfigError) as error:
             if not self._is_behind:
                 log.warning("ledger database can't be written, rows are spooled: %s", error)
             return False

@@ -234,3 +234,21 @@ def test_the_index_loses_an_entry_when_the_tier_that_it_names_does(tmp_path: Pat
     ledger.record_cache_event(CacheDropped("d", "memory:d"))
     ledger.close()
     assert index_of(ledger.path) == {"b": "disk:b"}
+
+
+def test_rows_wait_in_the_spool_while_something_else_stands_where_the_database_was(tmp_path: Path) -> None:
+    """The error of a database that can't be opened was another than one that can't be written: it ended the writer's thread for good."""
+    path = tmp_path / "ledger.db"
+    ledger = Ledger(path)
+    assert ledger.flush()
+    for suffix in ("", "-wal", "-shm"):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
+    path.write_bytes(b"no database at all" * 100)
+    record(ledger, 0, 3)
+    assert not ledger.flush()
+    path.unlink()
+    record(ledger, 3, 5)
+    assert ledger.flush()
+    ledger.close()
+    assert ids_in(path) == [name(i) for i in range(5)]
+    assert ledger.num_lost == 0
