@@ -67,9 +67,7 @@ async def test_rows_of_other_encoder_weights_are_never_found(model: Path, tmp_pa
     assert after != before
 
 
-async def test_a_full_disk_costs_no_request_and_poisoned_keys_are_noticed(
-    model: Path, small_filesystem: SmallDisk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_full_disk_costs_no_request_and_no_row(model: Path, small_filesystem: SmallDisk, caplog: pytest.LogCaptureFixture) -> None:
     """F-11 and F-19: cache and ledger lie on the same three megabytes."""
     data = small_filesystem.directory / "data"
     caplog.set_level(logging.WARNING, "mmserve.encoders.disk_tier")
@@ -92,13 +90,20 @@ async def test_a_full_disk_costs_no_request_and_poisoned_keys_are_noticed(
             24 * tiny_model.TOKENS_PER_IMAGE,
         )
         db.close()
+
+
+async def test_keys_that_overlook_the_content_are_noticed(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def careless(**parts: Any) -> bytes:
+        return window_key(**(parts | {"content": b""}))
+
+    async with AsyncEngine(config(model, tmp_path)) as engine:
+        for _ in range(3):
+            await answers(engine)
         assert (counter(engine, "cache_unexplained_hits_total"), counter(engine, "cache_hit_rate_alarms_total")) == (0, 0)
-
-        def careless(**parts: Any) -> bytes:
-            return window_key(**(parts | {"content": b""}))
-
         monkeypatch.setattr(specs, "window_key", careless)
-        await answers(engine, "poisoned")
+        await answers(engine)
         assert counter(engine, "cache_unexplained_hits_total") >= len(PICTURES) - 1
         assert counter(engine, "cache_hit_rate_alarms_total") == 1
         assert "is it poisoned" in caplog.text
