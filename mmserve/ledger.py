@@ -261,11 +261,12 @@ class Ledger:
         """Start a new one when somebody has removed ours: SQLite would go on writing into what has no name any more."""
         if _file_id(self.path) == self._file:
             return
-        log.error("ledger database was removed or replaced, going on in what is there now")
         self._db.close()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        for suffix in ("-wal", "-shm"):  # the removed file's: SQLite would apply them to what is there now
+            self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
         self._db = open_ledger(self.path, self._lock_timeout_s)
         self._file = _file_id(self.path)
+        log.error("ledger database was removed or replaced, going on in what is there now")
 
     def _sweep_in_s(self) -> float:
         return self._swept_s + self._sweep_every_s - time.monotonic()

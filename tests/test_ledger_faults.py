@@ -194,6 +194,21 @@ def test_rows_recorded_after_somebody_removed_the_database_are_in_a_new_one(tmp_
     assert [record.levelname for record in caplog.records] == ["ERROR"]
 
 
+def test_rows_are_spooled_while_something_else_lies_where_the_database_was(tmp_path: Path) -> None:
+    """Failing to open the new file ended the writer's thread, and with it the ledger."""
+    ledger = Ledger(tmp_path / "ledger.db")
+    assert ledger.flush()
+    ledger.path.unlink()
+    ledger.path.write_bytes(b"not a database, but long enough to look at" * 100)
+    record(ledger, 0, 10)
+    assert not ledger.flush()
+    assert ids_spooled(ledger.path) == [name(i) for i in range(10)]
+    ledger.path.unlink()
+    assert ledger.flush()
+    assert ids_in(ledger.path) == [name(i) for i in range(10)]
+    ledger.close()
+
+
 def test_a_data_directory_that_cannot_be_written_is_said_in_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"ledger.db in the data directory can't be used: .*; --data-dir names another place") as error:
