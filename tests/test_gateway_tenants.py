@@ -73,6 +73,8 @@ async def test_tenants_alone_are_enough_to_need_a_key() -> None:
         assert (await server.get("/v1/models"))[0] == 401
         assert (await server.post(CHAT, chat()))[0] == 401
         assert (await server.post(CHAT, chat(), headers=key("acme")))[0] == 200
+        _, document = await server.get("/openapi.json", headers=key("acme"))
+        assert document["security"]
         # With keys it may have a name of its own.
         assert (await server.get("/v1/models", headers={"Host": "mm.example", **key("acme")}))[0] == 200
 

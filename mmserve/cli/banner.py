@@ -9,11 +9,9 @@ from rich.text import Text
 
 from mmserve.composition import Composition
 from mmserve.config import Config
-from mmserve.tenants import Tenants
 
 
-def banner(url: str, composition: Composition, config: Config, tenants: Tenants) -> RenderableType:
-    needs_key = config.server.api_key is not None or tenants.roll.needs_key
+def banner(url: str, composition: Composition, config: Config, *, needs_key: bool) -> RenderableType:
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim")
     facts.add_column()

@@ -20,7 +20,7 @@ from mmserve.cli.settings import add_settings, read_settings
 from mmserve.config import Config, ConfigError
 from mmserve.errors import MmserveError
 from mmserve.gateway.face import EngineFace
-from mmserve.gateway.guard import check_binding
+from mmserve.gateway.guard import check_binding, needs_key
 from mmserve.gateway.server import LINGER_S, Gateway
 from mmserve.tenant_watch import TenantWatch
 from mmserve.tenants import Tenants
@@ -85,7 +85,7 @@ async def serve(engine: EngineFace, config: Config, console: Console) -> int:
             return 0
         gateway.open()
         _log.info("url=%s ready start_s=%.1f", gateway.url, time.monotonic() - began_s)
-        console.print(banner(gateway.url, engine.composition, config, engine.tenants))
+        console.print(banner(gateway.url, engine.composition, config, needs_key=needs_key(config.server, engine.tenants)))
         received = await signals.first()
         _log.info("signal=%s draining timeout_s=%g", received.name, config.server.shutdown_timeout)
         await gateway.drain(linger_s=LINGER_S if received is signal.SIGTERM else 0.0)

@@ -19,9 +19,13 @@ OPEN_ROUTES = ("/health", "/health/live", "/health/ready")  # answer anybody, at
 PROBED_ROUTES = (*OPEN_ROUTES, "/metrics")  # asked every few seconds, also while the server starts or closes
 
 
+def needs_key(config: ServerConfig, tenants: Tenants) -> bool:
+    return config.api_key is not None or tenants.roll.needs_key
+
+
 def check_binding(config: ServerConfig, tenants: Tenants) -> None:
     """Raises ConfigError for an address that others can reach when nothing keeps them out."""
-    if config.api_key is None and not tenants.roll.needs_key and not config.no_auth and not _is_loopback(config.host):
+    if not needs_key(config, tenants) and not config.no_auth and not _is_loopback(config.host):
         raise ConfigError(
             f"refusing to listen on {config.host} without a key: give --api-key, let tenants in with `mmserve tenants add`, "
             "or say --no-auth if everybody there may use it",
@@ -37,6 +41,7 @@ class Guard:
     """`tenants` may change at any time; the operator's own key can't."""
 
     def __init__(self, config: ServerConfig, tenants: Tenants) -> None:
+        self._config = config
         self._tenants = tenants
         self._key_hash = None if config.api_key is None else key_hash(config.api_key)
         self._is_local = _is_loopback(config.host)
@@ -56,13 +61,10 @@ class Guard:
         if route not in PROBED_ROUTES and route != "/" and not route.startswith("/playground/"):
             _check_open(state)  # the playground says by itself that the model is loading
 
-    @property
-    def _needs_key(self) -> bool:
-        return self._key_hash is not None or self._tenants.roll.needs_key
-
     def _check_host(self, request: web.Request) -> None:
         """Without a key, loopback must stay loopback: a web page could have its own name resolve to it (DNS rebinding)."""
-        if self._is_local and not self._needs_key and not _is_own_name(_host_name(request.headers.get(hdrs.HOST, ""))):
+        must_be_ours = self._is_local and not needs_key(self._config, self._tenants)
+        if must_be_ours and not _is_own_name(_host_name(request.headers.get(hdrs.HOST, ""))):
             raise Forbidden("this server answers to localhost and to addresses only; start it with --api-key to give it a name")
 
     def _check_origin(self, request: web.Request) -> None:
@@ -75,7 +77,7 @@ class Guard:
 
     def _identify(self, request: web.Request) -> Tenant:
         """By the key.  Hashes have one length, and who can't choose them learns nothing about a key from how long they are compared."""
-        if not self._needs_key:
+        if not needs_key(self._config, self._tenants):
             return ANYBODY
         presented = _presented_key(request.headers.get(hdrs.AUTHORIZATION, ""))
         hashed = key_hash(presented)

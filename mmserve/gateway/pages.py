@@ -10,6 +10,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from mmserve.errors import BadRequest, ModelNotFound
+from mmserve.gateway.guard import needs_key
 from mmserve.gateway.openapi import openapi_document
 from mmserve.gateway.state import STATE, Phase, ServerState
 
@@ -66,7 +67,7 @@ async def openapi(request: web.Request) -> web.Response:
         bounds=state.bounds,
         models=["auto", *(entry["id"] for entry in _models(state))],
         ready_routes=READY_ROUTES,
-        needs_key=state.config.server.api_key is not None,
+        needs_key=needs_key(state.config.server, state.engine.tenants),
     )
     return web.Response(body=orjson.dumps(document), content_type="application/json")
 
