@@ -76,6 +76,16 @@ def png_bomb(side: int = 20_000) -> bytes:
     return png(side, side, bits=1, colour_type=0, rows=bytes((1 + side // 8) * side))
 
 
+def png_with_unpacking_profile(num_bytes: int) -> bytes:
+    """A small picture whose colour profile is packed well."""
+    return png(8, 8, bits=8, colour_type=0, rows=bytes(9 * 8), chunks=png_chunk(b"iCCP", b"p\0\0" + zlib.compress(bytes(num_bytes), 9)))
+
+
+def png_with_unpacking_text(num_bytes: int) -> bytes:
+    """The same with a comment."""
+    return png(8, 8, bits=8, colour_type=0, rows=bytes(9 * 8), chunks=png_chunk(b"zTXt", b"c\0\0" + zlib.compress(bytes(num_bytes), 9)))
+
+
 def palette_with_transparency() -> bytes:
     """The left half is a transparent palette entry that would be black."""
     image = Image.new("P", (32, 32), 1)
