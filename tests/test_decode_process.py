@@ -124,6 +124,14 @@ async def test_a_bug_in_a_decoder_is_a_refusal_without_its_text() -> None:
         assert (await room.image(b"good")).flat[0] == 7
 
 
+async def test_what_a_decoder_writes_to_its_terminal_is_heard_by_nobody(capfd: pytest.CaptureFixture[str]) -> None:
+    """C libraries print what they think of a file, and a file can make them print megabytes."""
+    async with running(target=NAUGHTY) as room:
+        assert (await room.image(b"shout")).flat[0] == 7
+    captured = capfd.readouterr()
+    assert "secret" not in captured.out + captured.err
+
+
 async def test_a_decoder_can_open_no_file_and_no_socket(tmp_path: Path) -> None:
     async with running(target=NAUGHTY) as room:
         assert (await room.image(f"open:{tmp_path}".encode())).flat[0] == 0
