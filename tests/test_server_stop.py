@@ -110,7 +110,7 @@ async def test_a_second_sigterm_does_not_wait(tmp_path: Path) -> None:
 async def test_a_signal_during_the_start_ends_it_and_leaves_nobody(
     tmp_path: Path, moment: str, signals: tuple[signal.Signals, ...]
 ) -> None:
-    """With the bundled model.  Four workers that loaded were asked to leave one after the other, each given two seconds to listen."""
+    """With the bundled model.  Each of four workers that loaded was given two seconds to listen, one after the other."""
     arguments = ("-m", "mmserve", "serve", "--port", str(free_port()), "--data-dir", str(tmp_path))
     with (tmp_path / "server.log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=log, stderr=log)

@@ -14,7 +14,7 @@ from mmserve.gateway import pages, routes
 from mmserve.gateway.body import check_declared
 from mmserve.gateway.guard import PROBED_ROUTES, TENANT, Guard
 from mmserve.gateway.rate_limit import rate_limit_headers
-from mmserve.gateway.refusals import error_response, from_aiohttp, new_request_id, plain_error
+from mmserve.gateway.refusals import error_response, from_aiohttp, new_request_id, plain_error, unexpected
 from mmserve.gateway.state import REQUEST_ID, STATE, ServerState
 
 _log = logging.getLogger(__name__)
@@ -62,9 +62,8 @@ async def _middleware(request: web.Request, handler: routes.Handler) -> web.Stre
         response = from_aiohttp(error)
     except ConnectionError:
         raise  # the client is gone, and aiohttp knows
-    except Exception:
-        _log.exception("request_id=%s failed", request[REQUEST_ID])
-        response = error_response(MmserveError("internal error"))
+    except Exception as error:
+        response = error_response(unexpected(error, _log, request[REQUEST_ID]))
     _log_line(request, response.status, time.monotonic() - started_s)
     return response
 

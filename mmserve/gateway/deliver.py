@@ -18,6 +18,7 @@ from mmserve.gateway.answer import Answer, Choice, MakeSchema, collect, server_t
 from mmserve.gateway.call import Call
 from mmserve.gateway.idempotency import Replay, Submit
 from mmserve.gateway.protocol import Connection
+from mmserve.gateway.refusals import unexpected
 from mmserve.gateway.sse import DONE, KEEP_ALIVE, EventStream, event
 from mmserve.gateway.state import ServerState
 from mmserve.token_stream import Delta, Generation
@@ -69,9 +70,8 @@ async def _send_stream(request: web.Request, call: Call, generation: Generation,
                 raise
             except MmserveError as error:
                 await stream.send(event(error.body()))
-            except Exception:
-                _log.exception("request_id=%s failed in its stream", generation.request_id)
-                await stream.send(event(MmserveError("internal error").body()))
+            except Exception as error:
+                await stream.send(event(unexpected(error, _log, generation.request_id).body()))
             await stream.send(DONE)
         return stream.response
 

@@ -17,6 +17,7 @@ from functools import partial
 
 from mmserve.errors import BadRequest, KeyReused, MmserveError
 from mmserve.gateway.call import Call
+from mmserve.gateway.refusals import unexpected
 from mmserve.media import MediaItem
 from mmserve.request import ChatRequest
 from mmserve.token_stream import Delta, Generation
@@ -139,9 +140,8 @@ class _Answer:
                 source.on_cancel = None  # it knows the request, and that its media
         except MmserveError as error:
             self._fail(error)
-        except Exception:
-            _log.exception("a shared answer failed")
-            self._fail(MmserveError("internal error"))
+        except Exception as error:
+            self._fail(unexpected(error, _log, "-"))
         finally:
             self._readers.clear()
 

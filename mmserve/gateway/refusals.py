@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import math
 import uuid
 from http import HTTPStatus
@@ -9,12 +11,29 @@ from http import HTTPStatus
 import orjson
 from aiohttp import hdrs, web
 
-from mmserve.errors import MmserveError, NotFound, TooLarge
-from mmserve.gateway.state import SHUTDOWN
+from mmserve.errors import MmserveError, NotFound, Overloaded, TooLarge
+
+SHUTDOWN = "shutdown"  # the code of who is sent elsewhere
+_USED_UP = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
 
 
 def new_request_id() -> str:
     return uuid.uuid4().hex
+
+
+def unexpected(error: Exception, log: logging.Logger, request_id: str) -> MmserveError:
+    """What a client is told of an error that nobody foresaw.  A machine that is used up is not a bug, and may be well again in a moment."""
+    if is_used_up(error):
+        log.error("request_id=%s failed: the machine has none left (%s)", request_id, error)
+        return Overloaded("the machine is out of files, threads or memory", code="machine_used_up", retry_after_s=2.0)
+    log.error("request_id=%s failed", request_id, exc_info=error)
+    return MmserveError("internal error")
+
+
+def is_used_up(error: Exception) -> bool:
+    """Python says of a thread that can't be started in words alone."""
+    is_thread = isinstance(error, RuntimeError) and str(error) == "can't start new thread"
+    return is_thread or isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _USED_UP)
 
 
 def error_response(error: MmserveError) -> web.Response:

@@ -16,9 +16,9 @@ from mmserve.gateway.body_room import BodyRoom
 from mmserve.gateway.call import Bounds
 from mmserve.gateway.face import EngineFace
 from mmserve.gateway.idempotency import Answers
+from mmserve.gateway.refusals import SHUTDOWN
 from mmserve.token_stream import Generation
 
-SHUTDOWN = "shutdown"
 REQUEST_ID = web.RequestKey("request_id", str)
 
 
