@@ -48,6 +48,7 @@ log = logging.getLogger(__name__)
 
 LONG_TEXT = 20_000  # characters; tokenizing more than this leaves the event loop
 LAG_INTERVAL_S = 0.05
+LONG_LAG_S = 0.5  # worth a line in the log
 
 
 class AsyncEngine:
@@ -398,7 +399,10 @@ class AsyncEngine:
         while True:
             due = time.monotonic() + LAG_INTERVAL_S
             await asyncio.sleep(LAG_INTERVAL_S)
-            self.metrics.event_loop_lag_seconds.observe(max(0.0, time.monotonic() - due))
+            lag_s = max(0.0, time.monotonic() - due)
+            self.metrics.event_loop_lag_seconds.observe(lag_s)
+            if lag_s >= LONG_LAG_S:
+                log.warning("the event loop stood still for %.1f s", lag_s)
 
     def _make_group(self, name: str, device: str, dtype: str, num_threads: int, buffer: SharedBuffer) -> DecoderGroup:
         scheduler = self.config.scheduler
