@@ -6,27 +6,36 @@ import asyncio
 import contextlib
 import json
 import os
+import random
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import pytest_asyncio
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from mmserve.child_process import shown_name
 from mmserve.ledger import Ledger, RequestRow
+from scripts.faults import nuisances
 from scripts.faults.family import children, gone, is_running
 from scripts.faults.journal import Journal
 from scripts.faults.mixed_load import KINDS, MODELS, STYLES, mixed_requests
+from scripts.faults.nuisances import World
 from scripts.faults.outside import Baseline, Readiness, ledger_faults
 from scripts.faults.rounds import how_it_differs
 from scripts.faults.slopes import slope
 from scripts.faults.soak_report import summary
-from scripts.faults.steady_load import Tally
-from scripts.faults.strict_client import Answer, BrokenProtocol, StreamReader
+from scripts.faults.steady_load import SteadyLoad, Tally
+from scripts.faults.strict_client import Answer, BrokenProtocol, StreamReader, StrictClient
+from scripts.loopback import Running
 
 ANSWER = Answer("0123", ("There are two boats.",), ("stop",), prompt_tokens=600, longest_pause_s=0.1)
 
@@ -251,6 +260,50 @@ def test_a_refusal_is_fine_and_a_wrong_answer_is_not(outcome: Answer | BaseExcep
     tally = Tally(off.append)
     tally.take("a question", outcome, ANSWER)
     assert (dict(tally.ends), len(off)) == ({end: 1}, num_off)
+
+
+@pytest_asyncio.fixture
+async def careless(tmp_path: Path) -> AsyncIterator[tuple[World, list[str]]]:
+    """A server that answers everybody whatever comes, waits for slow clients for ever, and fails at everything it doesn't understand."""
+
+    async def answer(request: web.Request) -> web.Response:
+        try:
+            body = await request.json()
+            text = body["messages"][0]["content"]
+        except (ValueError, KeyError, TypeError, IndexError, RecursionError):
+            return web.json_response({"error": {"code": "internal_error"}}, status=500)
+        said = {"index": 0, "message": {"content": str(text)[:10]}, "finish_reason": "stop"}
+        return web.json_response({"id": "chatcmpl-1", "choices": [said], "usage": {"prompt_tokens": 1}})
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", answer)
+    off: list[str] = []
+    async with TestServer(app) as server, StrictClient(f"http://127.0.0.1:{server.port}", "key") as client:
+        tally, rng = Tally(off.append), random.Random(0)
+        known = [(replace(request, body=request.body | {"stream": False}), ANSWER) for request in mixed_requests(1, seed=1)]
+        load = SteadyLoad(client, known, tally, 1, "0")
+        nobody: Any = None  # no process of its own
+        yield World(Running(client.url, nobody, tmp_path), "key", client, load, tally, Readiness(), known, rng, patience=0.01), off
+
+
+@pytest.mark.parametrize(
+    ("nuisance", "why"),
+    [
+        (nuisances.garbage, "got (500|200)"),
+        (nuisances.wrong_keys, "a wrong key got 200"),
+        (nuisances.hostile_media, "hostile, and got 200"),
+        (nuisances.slow_headers, "20 connections without headers were open"),
+        (nuisances.slow_body, "5 connections without a body were open"),
+        (nuisances.burst, "ended with|differs"),
+    ],
+)
+async def test_a_server_that_lets_everything_pass_does_not_pass(
+    careless: tuple[World, list[str]], nuisance: Callable[[World], Awaitable[str]], why: str
+) -> None:
+    world, off = careless
+    await nuisance(world)
+    assert off
+    assert all(re.search(why, line) for line in off)
 
 
 def test_a_killed_decoder_costs_no_stream() -> None:
