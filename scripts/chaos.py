@@ -73,10 +73,20 @@ async def chaos(plan: Plan, scratch: Path, console: Console) -> dict[str, Any]:
 
 def table(played: Sequence[Round], num_streams: int) -> Table:
     shown = Table(title="rounds")
-    for column in ("round", "killed", "complete", "identical", "longest pause, s", "not ready after, s", "ready again after, s", "off"):
+    for column in (
+        "round",
+        "killed",
+        "complete",
+        "identical",
+        "longest pause, s",
+        "of others, s",
+        "not ready after, s",
+        "ready again after, s",
+        "off",
+    ):
         shown.add_column(column, justify="left" if column in ("killed", "off") else "right")
     for one in played:
-        seconds = (max(one.pauses_s, default=None), one.flip_s, one.back_s)
+        seconds = (max(one.pauses_s, default=None), max(one.pauses_of_others_s, default=None), one.flip_s, one.back_s)
         shown.add_row(
             str(one.index),
             "\n".join(strike.role for strike in one.strikes),

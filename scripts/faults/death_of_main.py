@@ -42,7 +42,7 @@ async def play(data_dir: Path, plan: Plan, expected: Callable[[int], Sequence[An
             off.append("no life found anything on disk")
         pauses_s = [answer.longest_pause_s for answer in complete]
         num_identical = len(requests) - len(differences(requests, outcomes, expected(index - 1)))
-        rounds.append(Round(index, strikes, len(complete), num_identical, pauses_s, None, None, off))
+        rounds.append(Round(index, strikes, len(complete), num_identical, pauses_s, [], None, None, off))
         on_round(rounds[-1])
     return rounds
 

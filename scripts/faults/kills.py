@@ -43,6 +43,16 @@ class Strike:
     at_s: float  # monotonic
 
 
+def needs(request: Request, role: str) -> bool:
+    """Whether that process does anything for this request."""
+    return (
+        role == DECODERS[request.model]
+        or (role == ENCODERS["image"] and request.has_picture)
+        or (role == ENCODERS["audio"] and request.has_clip)
+        or (role == DECODE_PROCESS and (request.has_picture or request.has_clip))
+    )
+
+
 @dataclass(slots=True)
 class Attack:
     """One round's: whom it may hit, when, and what it has hit."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-from scripts.faults.kills import Attack, Kind, Progress, Strike
+from scripts.faults.kills import Attack, Kind, Progress, Strike, needs
 from scripts.faults.mixed_load import Request, mixed_requests
 from scripts.faults.outside import POLL_S, QUIET_S, Baseline, Readiness, ledger_faults, watched_readiness
 from scripts.faults.strict_client import Answer, BrokenProtocol, StrictClient
@@ -36,6 +36,7 @@ class Round:
     num_complete: int
     num_identical: int
     pauses_s: list[float]  # each stream's longest
+    pauses_of_others_s: list[float]  # the same of streams that have nothing to do with what was killed
     flip_s: float | None  # from the first strike until readiness said so
     back_s: float | None  # from the last strike until it was ready again
     off: list[str] = field(default_factory=list)
@@ -162,6 +163,7 @@ def _report(
     plan: Plan, attack: Attack, outcomes: Sequence[Outcome], expected: Sequence[Answer], readiness: Readiness, off: list[str]
 ) -> Round:
     answers = [outcome if isinstance(outcome, Answer) and outcome.code is None else None for outcome in outcomes]
+    streams = [(r, a) for r, a in zip(attack.requests, answers, strict=True) if a is not None and r.body["stream"]]
     flip_s = back_s = None
     if attack.strikes and plan.kind.is_worker:
         flip_s = readiness.since(attack.strikes[0].at_s, is_ready=False)
@@ -172,7 +174,12 @@ def _report(
         attack.strikes,
         num_complete=sum(answer is not None for answer in answers),
         num_identical=sum(answer is not None and answer.said == e.said for answer, e in zip(answers, expected, strict=True)),
-        pauses_s=[answer.longest_pause_s for answer in answers if answer is not None and answer.longest_pause_s],
+        pauses_s=[answer.longest_pause_s for _, answer in streams],
+        pauses_of_others_s=[
+            answer.longest_pause_s
+            for request, answer in streams
+            if attack.strikes and not any(needs(request, strike.role) for strike in attack.strikes)
+        ],
         flip_s=flip_s,
         back_s=back_s,
         off=off,
@@ -192,6 +199,7 @@ def _late(plan: Plan, flip_s: float | None, back_s: float | None) -> list[str]:
 def figures(rounds: Sequence[Round], num_streams: int) -> Mapping[str, object]:
     """The sum of them, for the JSON line."""
     pauses_s = [pause for one in rounds for pause in one.pauses_s]
+    others_s = [pause for one in rounds for pause in one.pauses_of_others_s]
     flips_s, backs_s = [r.flip_s for r in rounds if r.flip_s is not None], [r.back_s for r in rounds if r.back_s is not None]
     return {
         "streams": len(rounds) * num_streams,
@@ -200,6 +208,7 @@ def figures(rounds: Sequence[Round], num_streams: int) -> Mapping[str, object]:
         "strikes": sum(len(one.strikes) for one in rounds),
         "longest_pause_s": round(max(pauses_s, default=0.0), 2),
         "pause_s_p50": round(statistics.median(pauses_s), 3) if pauses_s else None,
+        "longest_pause_of_others_s": round(max(others_s), 2) if others_s else None,
         "not_ready_after_s_worst": round(max(flips_s), 2) if flips_s else None,
         "ready_again_after_s_worst": round(max(backs_s), 2) if backs_s else None,
         "off": [f"round {one.index}: {line}" for one in rounds for line in one.off],
