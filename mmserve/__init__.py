@@ -4,8 +4,9 @@ Five floors; imports go down only.
 
     doors        __main__  cli/  gateway/  bench/
     engine       engine  sync_engine  active_request  request_records  decoder_group  decoder_specs  replica_set  replica  supervisor
-                 media_service  tokenizer  chat_template  token_fuser  modality_router  model_router  token_stream  readiness  quarantine
-                 quota  tenants  tenant_watch  ledger  ledger_tables  spool  hit_watch
+                 media_service  media_room  encoder_lanes  supervised_encoder  tokenizer  chat_template  token_fuser  prompt_maker
+                 modality_router  model_router  token_stream  readiness  quarantine  quota  tenants  tenant_watch  ledger  ledger_tables
+                 spool  hit_watch
     departments  scheduler/  encoders/           (they never import each other)
     memory       paged_kv/
     vocabulary   errors  config  composition  media  request  plan  shared_buffer  transport  child_process  metrics  clock

@@ -35,14 +35,16 @@ class ActiveRequest:
     request: ChatRequest
     route: Route
     generation: Generation
-    choices: tuple[Choice, ...]
-    media: tuple[PreparedMedia, ...]
-    windows: Mapping[bytes, tuple[PreparedMedia, MediaWindow]]
+    seed: int
     arrival_s: float  # monotonic
     admitted_s: float
     reservation: Reservation  # of its tenant's quota, held until the end
     num_media_bytes: int  # of the shared buffer, held until the end
     recorded: bool  # in ledger and metrics; readiness checks are not
+    choices: tuple[Choice, ...] = ()  # this and the next two begin anew when an encoder fails
+    media: tuple[PreparedMedia, ...] = ()
+    windows: Mapping[bytes, tuple[PreparedMedia, MediaWindow]] = field(default_factory=dict)
+    left_out: dict[int, str] = field(default_factory=dict)  # id of an item whose encoder failed -> why
     sources: dict[bytes, str] = field(default_factory=dict)  # window key -> memory, disk, joined or encoded
     pinned: list[bytes] = field(default_factory=list)
     first_token_s: float | None = None
@@ -75,7 +77,7 @@ class ActiveRequest:
         sources = {"kv" if window.key in in_kv else self.sources.get(window.key, "memory") for window in item.windows}
         # The dearest source names the item: a clip of which one window was encoded was encoded.
         source = next(name for name in ("encoded", "joined", "disk", "memory", "kv") if name in sources)
-        return MediaUsage(item.item.kind.value, item.content.hex(), item.num_rows, source)
+        return MediaUsage(item.item.kind.value, item.content.hex(), item.num_rows, source, item.is_fallback)
 
 
 def take_token(active: ActiveRequest, choice: Choice, update: TokenUpdate, now_s: float) -> FinishReason | MmserveError | None:

@@ -87,6 +87,13 @@ class EncoderConfig:
     max_encoder_batch: int = option(0, "pictures or audio windows in one forward pass; 0: 48 on a GPU, 1 on the CPU, where more only wait")
     shared_buffer_bytes: int = option(512 * 2**20, "host memory for pixels, samples and embedding rows: the cache's memory tier")
     decode_processes: int = option(1, "processes that decode pictures and clips")
+    vision_url: str | None = option(None, "hosted encoder for pictures, instead of workers here: see docs/hosted_encoder.md")
+    vision_version: str | None = option(None, "what the hosted encoder calls its weights; needed with vision-url")
+    audio_url: str | None = option(None, "hosted encoder for clips")
+    audio_version: str | None = option(None, "what the hosted encoder of clips calls its weights; needed with audio-url")
+    hosted_encoder_key: str | None = option(None, "bearer token for hosted encoders")
+    hosted_encoder_timeout_s: float = option(10.0, "how long a hosted encoder may take for an item")
+    hosted_encoder_concurrency: int = option(16, "items that a hosted encoder has at once")
 
 
 @dataclass(frozen=True)

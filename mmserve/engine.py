@@ -22,13 +22,14 @@ from mmserve.composition import load_composition
 from mmserve.config import Config, ConfigError, device_names, max_queue_wait_s, tpot_target_ms
 from mmserve.decoder_group import DecoderGroup
 from mmserve.decoder_specs import replica_specs
-from mmserve.errors import MmserveError, Overloaded, RateLimited, WorkerLost
+from mmserve.errors import ENCODER_FAULTS, EncoderUnavailable, MmserveError, Overloaded, RateLimited, WorkerLost
 from mmserve.ledger import Ledger
-from mmserve.media import MediaKind, MediaLimits, MediaSpan, PreparedMedia
+from mmserve.media import MediaKind, MediaLimits, MediaSpan
 from mmserve.media_service import MediaService
 from mmserve.metrics import Metrics
 from mmserve.modality_router import Route, route
 from mmserve.model_router import ModelChoice, choose_model
+from mmserve.prompt_maker import Prompt, PromptMaker
 from mmserve.quarantine import Quarantine, prompt_digest
 from mmserve.quota import QuotaBooks, Reservation
 from mmserve.readiness import proof_requests
@@ -40,13 +41,11 @@ from mmserve.scheduler.scheduler import TokenUpdate
 from mmserve.scheduler.sequence import Sequence
 from mmserve.shared_buffer import SharedBuffer
 from mmserve.tenants import Tenants
-from mmserve.token_fuser import FusedPrompt, fuse
 from mmserve.token_stream import Generation
 from mmserve.tokenizer import load_tokenizers
 
 log = logging.getLogger(__name__)
 
-LONG_TEXT = 20_000  # characters; tokenizing more than this leaves the event loop
 LAG_INTERVAL_S = 0.05
 LONG_LAG_S = 0.5  # worth a line in the log
 
@@ -113,6 +112,7 @@ class AsyncEngine:
                 MediaKind.AUDIO: device_names(model.audio_devices, device),
             }
             await stack.enter_async_context(self._media.running(devices, num_threads))
+            self._prompts = PromptMaker(self._media, self.tokenizers)
             self._groups = {}
             for name in self.composition.decoders:
                 group = self._groups[name] = self._make_group(name, device, dtype, num_threads, buffer)
@@ -142,11 +142,11 @@ class AsyncEngine:
             await self._end_everything()
 
     def ready(self, route: str = "all") -> bool:
-        """Whether `text`, `image`, `audio` or `all` went through for real and has living workers now."""
+        """Whether `text`, `image`, `audio` or `all` went through for real and can be done now."""
         if self._draining or not self._proven or not all(group.alive for group in self._groups.values()):
             return False
-        kinds = {"text": (), "image": (MediaKind.IMAGE,), "audio": (MediaKind.AUDIO,), "all": tuple(self._media.pools)}[route]
-        return all(kind in self._media.pools and self._media.alive(kind) for kind in kinds)
+        kinds = {"text": (), "image": (MediaKind.IMAGE,), "audio": (MediaKind.AUDIO,), "all": self._media.kinds}[route]
+        return all(kind in self._media.kinds and self._media.works(kind) for kind in kinds)
 
     def token_text(self, token_id: int, model: str) -> str:
         return self.tokenizers[model].token_text(token_id)
@@ -191,64 +191,47 @@ class AsyncEngine:
 
     async def _submit(self, request: ChatRequest, *, recorded: bool) -> Generation:
         arrival_s = time.monotonic()
-        texts = [part for message in request.messages for part in message.parts if isinstance(part, str)]
-        num_characters = sum(map(len, texts))
-        routed = route(request.media, has_text=num_characters > 0, limits=self.limits)
+        routed = route(request.media, has_text=request.num_characters > 0, limits=self.limits)
         choice = choose_model(
             request.model,
             served_name=self.config.model.served_model_name or self.composition.name,
             available=self._groups.keys(),
             capable=self._capable(routed),
             num_media=len(request.media),
-            num_characters=num_characters,
+            num_characters=request.num_characters,
         )
-        media = await self._prepare(request, choice.model)
-        if num_characters > LONG_TEXT:
-            pieces = await asyncio.to_thread(self.tokenizers[choice.model].pieces, request)
-        else:
-            pieces = self.tokenizers[choice.model].pieces(request)
-        fused = fuse(pieces, {id(item.item): item for item in media})
-        if self._quarantine:
-            self._quarantine.check(prompt_digest(choice.model, fused.token_ids, fused.spans), arrival_s, param="messages")
-        sampling = request.sampling
-        max_total_tokens = self._groups[choice.model].check(
-            len(fused.token_ids), sampling.max_tokens, sampling.n, request.tenant, has_media=bool(fused.spans)
-        )
+        prompt = await self._prompts.make(request, choice.model, {})
+        num_prompt, sampling = len(prompt.fused.token_ids), request.sampling
         reservation = self.quotas.reserve(
             request.tenant,
-            num_prompt=len(fused.token_ids),
-            num_answer=max_total_tokens - len(fused.token_ids),
+            num_prompt=num_prompt,
+            num_answer=self._check(request, choice.model, prompt) - num_prompt,
             num_choices=sampling.n,
             may_shorten=sampling.max_tokens is None,
             now_s=time.monotonic(),
         )
-        num_bytes = self._media.num_bytes(media, choice.model)
+        num_bytes = self._media.num_bytes(prompt.media, choice.model)
         try:
             await self._media.room.take(num_bytes)
         except BaseException:
             self.quotas.settle(reservation, 0, time.monotonic())
             raise
-        active = self._activate(request, routed, choice, media, fused, reservation, num_bytes, arrival_s, recorded)
-        return active.generation
+        return self._activate(request, routed, choice, prompt, reservation, num_bytes, arrival_s, recorded).generation
 
-    async def _prepare(self, request: ChatRequest, model: str) -> tuple[PreparedMedia, ...]:
-        salt = request.cache_salt.encode()
-        tasks = [asyncio.create_task(self._media.prepare(item, model, salt)) for item in request.media]
-        try:
-            media = tuple(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:
-                task.cancel()  # the others of a request of which one was refused
-        self._media.check_pixels(media)
-        return media
+    def _check(self, request: ChatRequest, model: str, prompt: Prompt) -> int:
+        """Most tokens that each sequence may reach.  Raises the error of whatever limit it would break."""
+        fused, sampling = prompt.fused, request.sampling
+        if self._quarantine:
+            self._quarantine.check(prompt_digest(model, fused.token_ids, fused.spans), time.monotonic(), param="messages")
+        group = self._groups[model]
+        return group.check(len(fused.token_ids), sampling.max_tokens, sampling.n, request.tenant, has_media=bool(fused.spans))
 
     def _activate(
         self,
         request: ChatRequest,
         routed: Route,
         choice: ModelChoice,
-        media: tuple[PreparedMedia, ...],
-        fused: FusedPrompt,
+        prompt: Prompt,
         reservation: Reservation,
         num_bytes: int,
         arrival_s: float,
@@ -256,46 +239,18 @@ class AsyncEngine:
     ) -> ActiveRequest:
         """From here on the request ends exactly once, through `_end`."""
         sampling = request.sampling
-        seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
         generation = Generation(
             request_id=uuid.uuid4().hex,
             model=choice.model,
             route_reason=choice.reason,
-            usage=Usage(
-                prompt_tokens=len(fused.token_ids),
-                text_tokens=fused.num_text_tokens,
-                image_tokens=fused.num_image_tokens,
-                audio_tokens=fused.num_audio_tokens,
-            ),
+            usage=Usage(),
             num_choices=sampling.n,
-        )
-        choices = tuple(
-            new_choice(
-                index,
-                Sequence(
-                    seq_id=next(self._seq_ids),
-                    token_ids=fused.token_ids[:],
-                    spans=fused.spans,
-                    sampling=sampling,
-                    seed=(seed + index) % 2**64,
-                    eos_token_ids=self.composition.decoders[choice.model].eos_token_ids,
-                    max_total_tokens=len(fused.token_ids) + reservation.num_answer,
-                    priority=request.priority,
-                    arrival_s=arrival_s,
-                    salt=request.cache_salt.encode(),
-                    tenant=request.tenant,
-                ),
-                self.tokenizers[choice.model],
-            )
-            for index in range(sampling.n)
         )
         active = ActiveRequest(
             request=request,
             route=routed,
             generation=generation,
-            choices=choices,
-            media=media,
-            windows={window.key: (item, window) for item in media for window in item.windows},
+            seed=sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63),
             arrival_s=arrival_s,
             admitted_s=time.monotonic(),
             reservation=reservation,
@@ -304,15 +259,60 @@ class AsyncEngine:
         )
         generation.on_cancel = lambda: self._cancel(active)
         self._active[generation.request_id] = active
+        self._begin(active, prompt, len(prompt.fused.token_ids) + reservation.num_answer)
+        return active
+
+    def _begin(self, active: ActiveRequest, prompt: Prompt, max_total_tokens: int) -> None:
+        """Hand the request's sequences to its decoder, in the place of those that it may have there."""
+        generation, request, fused = active.generation, active.request, prompt.fused
+        self._withdraw(active)
+        generation.degraded, generation.fallback = prompt.degraded, prompt.fallback
+        generation.usage = Usage(
+            prompt_tokens=len(fused.token_ids),
+            text_tokens=fused.num_text_tokens,
+            image_tokens=fused.num_image_tokens,
+            audio_tokens=fused.num_audio_tokens,
+        )
+        active.choices = tuple(
+            new_choice(
+                index,
+                Sequence(
+                    seq_id=next(self._seq_ids),
+                    token_ids=fused.token_ids[:],
+                    spans=fused.spans,
+                    sampling=request.sampling,
+                    seed=(active.seed + index) % 2**64,
+                    eos_token_ids=self.composition.decoders[generation.model].eos_token_ids,
+                    max_total_tokens=max_total_tokens,
+                    priority=request.priority,
+                    arrival_s=active.arrival_s,
+                    salt=request.cache_salt.encode(),
+                    tenant=request.tenant,
+                ),
+                self.tokenizers[generation.model],
+            )
+            for index in range(request.sampling.n)
+        )
+        active.media = prompt.media
+        active.windows = {window.key: (item, window) for item in prompt.media for window in item.windows}
         for key, (_, window) in active.windows.items():
-            if self._media.acquire(window):
+            if key not in active.pinned and self._media.acquire(window):
                 active.sources[key] = "memory"
                 active.pinned.append(key)
-        self.metrics.fused_tokens.labels(choice.model, routed.modality_mix).observe(len(fused.token_ids))
-        for each in choices:
+        self.metrics.fused_tokens.labels(generation.model, active.route.modality_mix).observe(len(fused.token_ids))
+        for each in active.choices:
             self._active_of[each.sequence.seq_id] = (active, each)
-            self._groups[choice.model].add(each.sequence)
-        return active
+            self._groups[generation.model].add(each.sequence)
+
+    def _withdraw(self, active: ActiveRequest) -> None:
+        """Its sequences and fetches, wherever they are."""
+        for choice in active.choices:
+            del self._active_of[choice.sequence.seq_id]
+            self._groups[active.generation.model].abort(choice.sequence.seq_id)
+        for key in active.windows:
+            task = self._fetches.pop((active.generation.request_id, key), None)
+            if task is not None and task is not asyncio.current_task():
+                task.cancel()
 
     def _deliver(self, updates: list[TokenUpdate]) -> None:
         now_s = time.monotonic()
@@ -346,12 +346,40 @@ class AsyncEngine:
         item, window = active.windows[key]
         try:
             active.sources[key] = await self._media.fetch(item, window, active.generation.model)
+        except ENCODER_FAULTS as error:
+            await self._do_without(active, key, error)
+            return
         except MmserveError as error:
             self._fail(active, error)
             return
         active.pinned.append(key)
         for choice in active.choices:
             self._groups[active.generation.model].wake(choice.sequence.seq_id)
+
+    async def _do_without(self, active: ActiveRequest, key: bytes, error: MmserveError) -> None:
+        """An encoder failed a request that waits for it: begin again with another encoder, or without the item if the client allows that.
+
+        Where an answer has begun, it is too late: what was said knew the item.
+        """
+        failed = [item for item in active.media if any(window.key == key for window in item.windows)]
+        has_other = isinstance(error, EncoderUnavailable) and all(map(self._media.is_open, failed))
+        if not has_other and active.request.allow_degraded:
+            active.left_out |= {id(item.item): error.code for item in failed}
+            has_other = True
+        if not has_other or active.first_token_s is not None:
+            self._fail(active, error)
+            return
+        left_out = dict(active.left_out)
+        try:
+            prompt = await self._prompts.make(active.request, active.generation.model, left_out)
+            max_total_tokens = self._check(active.request, active.generation.model, prompt)
+        except MmserveError as refusal:
+            self._fail(active, refusal)
+            return
+        if left_out == active.left_out and active.generation.request_id in self._active:  # else another fault came, and sees to it
+            log.info("request=%s begins again code=%s left_out=%d", active.generation.request_id, error.code, len(prompt.degraded))
+            num_reserved = len(prompt.fused.token_ids) + active.reservation.num_answer
+            self._begin(active, prompt, min(max_total_tokens, num_reserved))
 
     def _cancel(self, active: ActiveRequest) -> None:
         self._end(active, FinishReason.CANCELLED)
@@ -369,12 +397,7 @@ class AsyncEngine:
         now_s = time.monotonic()
         generation.usage = active.usage()
         generation.timings = record_timings(active, now_s)
-        for choice in active.choices:
-            del self._active_of[choice.sequence.seq_id]
-            self._groups[generation.model].abort(choice.sequence.seq_id)
-        for key in active.windows:
-            if task := self._fetches.pop((generation.request_id, key), None):
-                task.cancel()
+        self._withdraw(active)
         for key in active.pinned:
             self._media.cache.unpin(key)
         self._media.room.give_back(active.num_media_bytes)
@@ -386,7 +409,7 @@ class AsyncEngine:
 
     async def _prove(self) -> None:
         """A real token, image and clip, through the real path, on every decoder: only then is the engine ready."""
-        for request in proof_requests(self.composition):
+        for request in proof_requests(self.composition, [kind for kind in self._media.kinds if self._media.works(kind)]):
             async for _ in await self._submit(request, recorded=False):
                 pass
         self._proven = frozenset(self.composition.modalities)

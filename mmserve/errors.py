@@ -5,6 +5,8 @@ Messages are read by clients: they name the field and the numbers, never a path,
 
 from __future__ import annotations
 
+from typing import Self
+
 
 class MmserveError(Exception):
     """A request failed.  `param` names the field at fault, `retry_after_s` when trying again makes sense."""
@@ -23,6 +25,11 @@ class MmserveError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self), self.message, self.param, self.code, self.retry_after_s))
+
+    def again(self, *, param: str | None = None) -> Self:
+        """The same for another request: what a shared failure is raised as.  It names `param`, if this one named a field."""
+        param = None if self.param is None else param
+        return type(self)(self.message, param=param, code=self.code, retry_after_s=self.retry_after_s)
 
     def body(self) -> dict[str, object]:
         """The `{"error": ...}` object of every route."""
@@ -124,6 +131,12 @@ class Overloaded(MmserveError):
         super().__init__(message, param=param, code=code, retry_after_s=retry_after_s)
 
 
+class EncoderUnavailable(Overloaded):
+    """This kind of media can't be encoded now, whatever is in it: its encoder failed too often, or told us to stay away."""
+
+    code = "encoder_unavailable"
+
+
 class EncoderFailed(MmserveError):
     """The encoder gave rows that must not be used (`encoder_nan`) or could not encode this item at any batch size."""
 
@@ -150,3 +163,7 @@ class OutOfBlocks(Exception):
 
 class OutOfBuffer(Exception):
     """The shared buffer has no room for the rows.  Cured in `encoders`, by eviction or waiting."""
+
+
+ENCODER_FAULTS = (EncoderUnavailable, EncoderFailed, WorkerLost)
+"""What ends a media item through no fault of its own: a request that allows it is answered without the item."""

@@ -108,6 +108,7 @@ class PreparedMedia:
     header: ImageHeader | AudioHeader
     windows: tuple[MediaWindow, ...]
     num_samples: int = 0  # audio: length of the clip at the encoder's rate
+    is_fallback: bool = False  # its rows come from the fallback encoder, as the windows' keys say
 
     @property
     def picture_size(self) -> tuple[int, int] | None:

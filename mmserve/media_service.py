@@ -1,4 +1,4 @@
-"""Everything a request's media meet on their way to rows: header, digest, decode process, encoder worker, embedding cache.
+"""Everything a request's media meet on their way to rows: header, digest, decode process, encoder, embedding cache.
 
 The scheduler knows none of it; the engine knows only `prepare`, `room` and `fetch`.
 """
@@ -15,99 +15,26 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from mmserve.composition import Composition
-from mmserve.config import Config, worker_module
+from mmserve.composition.prepare import prepare_media
+from mmserve.config import Config
+from mmserve.encoder_lanes import EncoderLane, EncoderLanes
 from mmserve.encoders.decode_process import DecodeProcesses
 from mmserve.encoders.disk_tier import DiskTier
 from mmserve.encoders.embedding_cache import CacheEvent, EmbeddingCache
-from mmserve.encoders.encoder_pool import EncoderPool
 from mmserve.encoders.image_header import read_header
-from mmserve.errors import BadRequest, TooLarge, WorkerDied
+from mmserve.errors import TooLarge
 from mmserve.hit_watch import HitWatch
 from mmserve.media import AudioHeader, ImageHeader, MediaItem, MediaKind, MediaWindow, PreparedMedia, content_digest
+from mmserve.media_room import MediaRoom
 from mmserve.metrics import Metrics
-from mmserve.plan import EncodePlan, EncodeResult, EncoderReady, EncoderWorkerSpec
 from mmserve.shared_buffer import ITEM_SIZE, SharedBuffer
-from mmserve.supervisor import Supervisor, Worker, alone
+from mmserve.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
-ENCODE_TIMEOUT_S = 120.0  # a full batch of 48 pictures on a busy laptop
 SMALL_BYTES = 64 * 1024  # hashed on the loop: well under a millisecond
 MAX_CLIP_HEADERS = 4096  # clips whose length is remembered
 SHARE_FOR_REQUESTS = 0.8  # of the shared buffer; the rest lets rows of the past stay while new ones land
-
-
-class SupervisedEncoder:
-    """What an encoder pool calls: the current life of one encoder worker, waited for while there is none."""
-
-    def __init__(self) -> None:
-        self._worker: Worker | None = None
-        self._ready = asyncio.Event()
-
-    @property
-    def alive(self) -> bool:
-        return self._worker is not None
-
-    async def serve(self, worker: Worker, ready: EncoderReady) -> None:
-        self._worker = worker
-        self._ready.set()
-        try:
-            await worker.died.wait()
-        finally:
-            self._worker = None
-            self._ready.clear()
-        raise WorkerDied("encoder ended")
-
-    async def wait_ready(self) -> None:
-        await self._ready.wait()
-
-    async def encode(self, plan: EncodePlan) -> EncodeResult:
-        """Raises WorkerDied."""
-        await self._ready.wait()
-        if self._worker is None:
-            raise WorkerDied("encoder ended")
-        result = await self._worker.call(plan, ENCODE_TIMEOUT_S)
-        assert isinstance(result, EncodeResult), f"unexpected reply {type(result).__name__}"
-        return result
-
-
-class MediaRoom:
-    """Bytes of the shared buffer promised to requests, first come, first served.
-
-    A request takes all it may need before its first encode or waits with nothing, so no two can each hold what the other lacks.
-    """
-
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
-        self._free = num_bytes
-        self._queue: list[tuple[int, asyncio.Future[None]]] = []
-
-    async def take(self, num_bytes: int) -> None:
-        if not self._queue and num_bytes <= self._free:
-            self._free -= num_bytes
-            return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue.append((num_bytes, turn))
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self.give_back(num_bytes)
-            else:
-                self._queue.remove((num_bytes, turn))
-                self._serve_queue()
-            raise
-
-    def give_back(self, num_bytes: int) -> None:
-        self._free += num_bytes
-        assert self._free <= self.num_bytes, "media room given back twice"
-        self._serve_queue()
-
-    def _serve_queue(self) -> None:
-        while self._queue and self._queue[0][0] <= self._free:
-            num_bytes, turn = self._queue.pop(0)
-            self._free -= num_bytes
-            turn.set_result(None)
 
 
 class MediaService:
@@ -124,6 +51,7 @@ class MediaService:
         rows_dtype: str,
         on_restart: Callable[[str], None],
         on_cache_event: Callable[[CacheEvent], None],
+        on_lost: Callable[[bytes], None] = lambda content: None,
     ) -> None:
         self._config = config
         self._composition = composition
@@ -133,11 +61,12 @@ class MediaService:
         self._rows_dtype = rows_dtype
         self._on_restart = on_restart
         self._on_cache_event = on_cache_event
+        self._on_lost = on_lost
         self.room = MediaRoom(int(buffer.memory.num_bytes * SHARE_FOR_REQUESTS))
-        self.supervisors: list[Supervisor] = []
         self._watch = HitWatch(num_inherited=0)
         self._clip_headers: dict[bytes, AudioHeader] = {}  # by content, oldest first
-        self._clients: dict[MediaKind, list[SupervisedEncoder]] = {}
+        self.supervisors: list[Supervisor] = []  # of all encoder workers
+        self._lanes: dict[MediaKind, tuple[EncoderLane, ...]] = {}
 
     @asynccontextmanager
     async def running(self, devices: dict[MediaKind, tuple[str, ...]], num_threads: int) -> AsyncIterator[None]:
@@ -161,40 +90,43 @@ class MediaService:
             stack.push_async_callback(self.cache.close)
             await self.decode.start()
             stack.push_async_callback(self.decode.close)
-            self.pools: dict[MediaKind, EncoderPool] = {}
+            lanes = EncoderLanes(
+                config.encoder,
+                self.decode,
+                self.cache,
+                buffer,
+                self._metrics,
+                rows_dtype=self._rows_dtype,
+                num_threads=num_threads,
+                max_batch=max_batch,
+                on_restart=self._on_restart,
+                on_lost=self._on_lost,
+                supervisors=self.supervisors,
+            )
+            stack.push_async_callback(self._close_workers)
             for kind in MediaKind:
-                specs = self._composition.encoders(kind)
-                if not specs:
-                    continue
-                clients = []
-                for i, device in enumerate(devices[kind]):
-                    worker_spec = EncoderWorkerSpec(kind, specs, device, self._rows_dtype, num_threads, max_batch)
-                    client = SupervisedEncoder()
-                    role = f"{kind.value}-encoder-{i}"
-                    self.supervisors.append(
-                        Supervisor(
-                            role,
-                            f"{worker_module(device)}:run_encoder",
-                            alone(worker_spec, buffer.memory),
-                            client.serve,
-                            on_restart=self._on_restart,
-                        )
-                    )
-                    stack.push_async_callback(self.supervisors[-1].close)
-                    clients.append(client)
-                for decoder, spec in specs.items():  # while the workers load: hashing a large tower takes seconds
-                    await asyncio.to_thread(spec.version, decoder)
-                self._clients[kind] = clients
-                pool = self._make_pool(kind, clients, max_batch)
-                stack.push_async_callback(pool.close)
-                self.pools[kind] = pool
+                if self._composition.encoders(kind):
+                    self._lanes[kind] = await lanes.open(kind, self._composition, devices[kind], stack)
             yield
 
-    def alive(self, kind: MediaKind) -> bool:
-        return any(client.alive for client in self._clients[kind])
+    async def _close_workers(self) -> None:
+        """All at once: each may take its time to go."""
+        await asyncio.gather(*(supervisor.close() for supervisor in self.supervisors))
+
+    @property
+    def kinds(self) -> tuple[MediaKind, ...]:
+        """That some decoder takes."""
+        return tuple(self._lanes)
+
+    def works(self, kind: MediaKind) -> bool:
+        """Whether an encoder of this kind, or its fallback, takes work now."""
+        return any(lane.works for lane in self._lanes[kind])
 
     async def prepare(self, item: MediaItem, decoder: str, salt: bytes) -> PreparedMedia:
-        """Digest, header, counts; nothing is decoded.  Raises the error of whatever limit the item breaks."""
+        """Digest, header, counts; nothing is decoded.  Raises the error of whatever limit the item breaks.
+
+        Here it is chosen who encodes it: the keys of its rows say so.  Raises EncoderUnavailable when nobody can now.
+        """
         media = await self._prepare(item, decoder, salt)
         now_s = time.monotonic()
         for window in media.windows:
@@ -203,19 +135,28 @@ class MediaService:
 
     async def _prepare(self, item: MediaItem, decoder: str, salt: bytes) -> PreparedMedia:
         content = content_digest(item.data) if len(item.data) <= SMALL_BYTES else await asyncio.to_thread(content_digest, item.data)
+        header = await self._read_header(item, content, decoder)
+        for is_fallback, lane in enumerate(self._lanes[item.kind]):
+            composition = lane.pool.composition
+            if is_fallback and decoder not in composition.encoders(item.kind):
+                continue
+            media = prepare_media(item, content, header, composition, decoder, salt=salt, is_fallback=bool(is_fallback))
+            if await lane.pool.can_serve(media):
+                return media
+        raise self._lanes[item.kind][0].pool.health.refusal(item.param)
+
+    async def _read_header(self, item: MediaItem, content: bytes, decoder: str) -> ImageHeader | AudioHeader:
         if item.kind is MediaKind.IMAGE:
-            vision = self._composition.vision_of(decoder, item.param)
-            header = read_header(item.data, self._config.limits, item.param)
-            return PreparedMedia(item, content, header, vision.windows(content, decoder, header, detail=item.detail, salt=salt))
-        audio = self._composition.audio_of(decoder, item.param)
+            self._composition.vision_of(decoder, item.param)
+            return read_header(item.data, self._config.limits, item.param)
+        self._composition.audio_of(decoder, item.param)
         clip = self._clip_headers.get(content)
         if clip is None:
             clip = await self.decode.probe_audio(item)  # decodes all of it, to count
             if len(self._clip_headers) >= MAX_CLIP_HEADERS:
                 del self._clip_headers[next(iter(self._clip_headers))]
             self._clip_headers[content] = clip
-        num_samples = audio.num_samples(clip.num_frames, clip.sample_rate)
-        return PreparedMedia(item, content, clip, audio.windows(content, decoder, num_samples, salt=salt, param=item.param), num_samples)
+        return clip
 
     def check_pixels(self, media: tuple[PreparedMedia, ...]) -> None:
         """Raises TooLarge when the pictures are too much together."""
@@ -235,18 +176,23 @@ class MediaService:
     def _feature_bytes(self, item: PreparedMedia, decoder: str) -> int:
         if item.picture_size is None:
             return 4 * item.num_samples
-        return math.prod(self._composition.vision_of(decoder).fit.feature_shape(*item.picture_size))
+        fit = self._lane(item).pool.composition.vision_of(decoder).fit
+        return math.prod(fit.feature_shape(*item.picture_size))
 
     def acquire(self, window: MediaWindow) -> bool:
         """Pin rows that are in memory already for the caller."""
-        return self.pools[window.kind].acquire(window)
+        return self._lanes[window.kind][0].pool.acquire(window)
 
     async def fetch(self, media: PreparedMedia, window: MediaWindow, decoder: str) -> str:
         """Rows of the window are in the cache and pinned for the caller.  Returns where they came from."""
-        pool = self.pools.get(window.kind)
-        if pool is None:
-            raise BadRequest(f"this model takes no {window.kind.value}", param=media.item.param)
-        return await pool.fetch(media, window, decoder)
+        return await self._lane(media).pool.fetch(media, window, decoder)
+
+    def is_open(self, media: PreparedMedia) -> bool:
+        """Whether the breaker of the item's encoder is open, so that it would now be prepared for another, or refused."""
+        return not self._lane(media).pool.health.is_closed
+
+    def _lane(self, media: PreparedMedia) -> EncoderLane:
+        return self._lanes[media.item.kind][media.is_fallback]
 
     def _note_cache_event(self, event: CacheEvent) -> None:
         if event.what == "hit":
@@ -265,17 +211,3 @@ class MediaService:
                 "embedding cache: unexplained=%d hits=%d lookups=%d last_s=%g; is it poisoned, or another server's too?",
                 alarm.num_unexplained, alarm.num_hits, alarm.num_lookups, alarm.span_s,
             )  # fmt: skip
-
-    def _make_pool(self, kind: MediaKind, clients: list[SupervisedEncoder], max_batch: int) -> EncoderPool:
-        return EncoderPool(
-            kind,
-            clients,
-            self.decode,
-            self.cache,
-            self._buffer,
-            self._metrics,
-            composition=self._composition,
-            rows_dtype=self._rows_dtype,
-            window_s=self._config.encoder.micro_batch_window_ms / 1e3,
-            max_batch=max_batch,
-        )

@@ -94,6 +94,12 @@ class ChatRequest:
     tenant: str = "default"
     request_id: str = ""  # the client's or the door's, for logs and headers; never a key
     raw_prompt: bool = False
+    allow_degraded: bool = False  # rather without media whose encoder fails than not at all
+
+    @property
+    def num_characters(self) -> int:
+        """Of text, in all messages."""
+        return sum(len(part) for message in self.messages for part in message.parts if isinstance(part, str))
 
     @property
     def media(self) -> tuple[MediaItem, ...]:
@@ -120,6 +126,16 @@ class MediaUsage:
     content_hash: str  # hex SHA-256 of the bytes sent
     num_tokens: int
     source: str  # kv, memory, disk, joined or encoded
+    is_fallback: bool = False  # encoded by the fallback encoder
+
+
+@dataclass(frozen=True, slots=True)
+class MediaNotice:
+    """What every answer says of an item that did not go the usual way."""
+
+    kind: str
+    index: int  # among the request's items of that kind
+    reason: str  # an error's code
 
 
 @dataclass(frozen=True, slots=True)

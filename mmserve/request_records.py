@@ -24,6 +24,10 @@ class RequestRecords:
         metrics.prompt_tokens.labels(model).inc(usage.prompt_tokens)
         metrics.generation_tokens.labels(model).inc(usage.completion_tokens)
         metrics.e2e_request_latency_seconds.labels(model, mix).observe(now_s - active.arrival_s)
+        for notice in generation.degraded:
+            metrics.degraded_media.labels(notice.kind).inc()
+        for notice in generation.fallback:
+            metrics.fallback_media.labels(notice.kind).inc()
         metrics.request_queue_time_seconds.labels(model).observe(generation.timings["queue"])
         if ttft_s is not None:
             metrics.request_prefill_time_seconds.labels(model).observe(generation.timings["prefill"])

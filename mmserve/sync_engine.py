@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 from mmserve.config import Config
 from mmserve.engine import AsyncEngine
 from mmserve.media import MediaItem, MediaKind
-from mmserve.request import ChatRequest, FinishReason, Message, Part, SamplingParams, Usage
+from mmserve.request import ChatRequest, FinishReason, MediaNotice, Message, Part, SamplingParams, Usage
 from mmserve.token_stream import Delta
 
 T = TypeVar("T")
@@ -39,6 +39,7 @@ class Output:
     finish_reason: FinishReason
     usage: Usage
     model: str  # small or large
+    degraded: tuple[MediaNotice, ...] = ()  # media that were left out, where that was allowed
 
 
 class Engine:
@@ -66,13 +67,18 @@ class Engine:
             self._run(self._engine.close())
             self._stop_loop()
 
-    def generate(self, prompt: Prompt, sampling: SamplingParams | None = None, *, model: str = "auto") -> Output:
-        """One answer (the first of n) to a text, or to texts, pictures and a clip in order."""
-        return self._run(self._generate(_chat_request(prompt, sampling, model)))
+    def generate(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, *, model: str = "auto", allow_degraded: bool = False
+    ) -> Output:
+        """One answer (the first of n) to a text, or to texts, pictures and a clip in order.
+
+        With `allow_degraded` media whose encoder fails are left out; the answer says which.
+        """
+        return self._run(self._generate(_chat_request(prompt, sampling, model, allow_degraded)))
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None, *, model: str = "auto") -> Iterator[Delta]:
         """Pieces of the answer as they come.  Leaving the loop early cancels the request."""
-        generation = self._run(self._engine.submit(_chat_request(prompt, sampling, model)))
+        generation = self._run(self._engine.submit(_chat_request(prompt, sampling, model, False)))
         deltas = generation.__aiter__()
         try:
             while (delta := self._run(anext(deltas, None))) is not None:
@@ -93,7 +99,7 @@ class Engine:
                     reason = delta.finish_reason or reason
         finally:
             generation.cancel()
-        return Output("".join(text), tuple(token_ids), reason, generation.usage, generation.model)
+        return Output("".join(text), tuple(token_ids), reason, generation.usage, generation.model, generation.degraded)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -105,9 +111,9 @@ class Engine:
         self._loop.close()
 
 
-def _chat_request(prompt: Prompt, sampling: SamplingParams | None, model: str) -> ChatRequest:
+def _chat_request(prompt: Prompt, sampling: SamplingParams | None, model: str, allow_degraded: bool) -> ChatRequest:
     parts: tuple[Part, ...] = (prompt,) if isinstance(prompt, str) else tuple(prompt)
-    return ChatRequest((Message("user", parts),), sampling or SamplingParams(), model=model)
+    return ChatRequest((Message("user", parts),), sampling or SamplingParams(), model=model, allow_degraded=allow_degraded)
 
 
 def _read(source: str | Path | bytes) -> bytes:

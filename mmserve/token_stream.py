@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from mmserve.errors import MmserveError
-from mmserve.request import FinishReason, TokenLogprob, Usage
+from mmserve.request import FinishReason, MediaNotice, TokenLogprob, Usage
 
 
 @dataclass(slots=True)
@@ -43,6 +43,8 @@ class Generation:
         self.model = model  # small or large
         self.route_reason = route_reason
         self.usage = usage
+        self.degraded: tuple[MediaNotice, ...] = ()  # items that were left out; certain with the first delta
+        self.fallback: tuple[MediaNotice, ...] = ()  # items that a fallback encoder encoded; likewise
         self.timings: dict[str, float] = {}  # seconds by stage
         self.on_cancel: Callable[[], None] | None = None
         self._waiting: list[Delta] = []

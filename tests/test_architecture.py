@@ -20,9 +20,9 @@ VOCABULARY = {
 }  # fmt: skip
 ENGINE = {
     "engine", "sync_engine", "active_request", "request_records", "decoder_group", "decoder_specs", "replica_set", "replica",
-    "supervisor", "media_service", "tokenizer",
-    "chat_template", "token_fuser", "modality_router", "model_router", "token_stream", "readiness", "quarantine", "quota", "tenants",
-    "tenant_watch", "ledger", "ledger_tables", "spool", "hit_watch",
+    "supervisor", "media_service", "media_room", "encoder_lanes", "supervised_encoder", "tokenizer",
+    "chat_template", "token_fuser", "prompt_maker", "modality_router", "model_router", "token_stream", "readiness", "quarantine",
+    "quota", "tenants", "tenant_watch", "ledger", "ledger_tables", "spool", "hit_watch",
 }  # fmt: skip
 DOORS = {"__main__", "cli", "gateway", "bench", "evals"}
 BASEMENT = {

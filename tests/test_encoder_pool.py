@@ -16,6 +16,7 @@ from mmserve.composition.picture_fit import PictureFit, Stretch
 from mmserve.encoders.disk_tier import DiskTier
 from mmserve.encoders.embedding_cache import EmbeddingCache
 from mmserve.encoders.encoder_pool import EncoderPool
+from mmserve.encoders.local_encoder import LocalEncoder
 from mmserve.errors import EncoderFailed, MmserveError, Overloaded, TooLarge, UndecodableMedia, WorkerDied, WorkerLost
 from mmserve.media import AudioHeader, ImageHeader, MediaItem, MediaKind, MediaWindow, PreparedMedia
 from mmserve.metrics import Metrics
@@ -126,10 +127,14 @@ class Pool:
         self.encoders = [FakeEncoder(self.buffer) for _ in range(num_clients)]
         self.cache = EmbeddingCache(self.buffer, disk)
         self.metrics = Metrics()
-        self.pool = EncoderPool(
-            kind, self.encoders, self.decode, self.cache, self.buffer, self.metrics,
+        encoder = LocalEncoder(
+            kind, self.encoders, self.decode, self.cache, self.metrics,
             composition=COMPOSITION, rows_dtype="float32", window_s=window_s, max_batch=max_batch,
         )  # fmt: skip
+        self.lost: list[bytes] = []
+        self.pool = EncoderPool(
+            kind, encoder, self.cache, self.metrics, composition=COMPOSITION, rows_dtype="float32", on_lost=self.lost.append
+        )
 
     async def fetch(self, media: PreparedMedia, index: int = 0, decoder: str = "small") -> tuple[str, float]:
         """Where the rows came from and what is in them; checked and unpinned."""
@@ -384,6 +389,7 @@ async def test_a_picture_that_kills_is_found_out_and_its_neighbours_live() -> No
         *good, bad = await asyncio.gather(*(pool.fetch(picture(value)) for value in (1, 2, 3, 66)), return_exceptions=True)
         assert good == [("encoded", 1.0), ("encoded", 2.0), ("encoded", 3.0)]
         assert isinstance(bad, WorkerLost)
+        assert pool.lost == [picture(66).content]
         assert encoder.batch_sizes == [4, 4, 1, 1, 1, 1]
 
 

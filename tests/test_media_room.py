@@ -1,6 +1,6 @@
 import asyncio
 
-from mmserve.media_service import MediaRoom
+from mmserve.media_room import MediaRoom
 
 
 async def settle() -> None:

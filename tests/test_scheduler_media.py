@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from kv_world import media_key, sequence
-from scheduler_desk import Desk
+from scheduler_desk import Desk, output
 
 from mmserve.request import FinishReason
 from mmserve.scheduler.sequence import Status
@@ -165,3 +167,23 @@ def test_without_prefix_caching_nobody_waits_for_what_will_not_be_shared():
     desk.kv.enable_prefix_caching = False
     desk.add(sequence(1, 40), sequence(2, 40))
     assert desk.step() == [(1, 40), (2, 40)]
+
+
+def test_six_media_that_land_in_any_of_720_orders_give_the_same_tokens():
+    """F-42: the same picture twice among them, and a seventh whose rows are there already."""
+    media = ("cat", "dog", "cat", "owl", "fox", "emu")
+
+    def answer(order: tuple[int, ...]) -> tuple[int, ...]:
+        desk = Desk(num_blocks=60)
+        each = sequence(1, 5, *((name, 20) for name in media[:3]), 7, ("bee", 20), *((name, 20) for name in media[3:]), 3)
+        desk.media.encode(media_key("bee"))
+        desk.add(each)
+        desk.run()
+        assert not output(each)
+        for index in order:
+            desk.media.encode(media_key(media[index]))
+            desk.run()
+        return tuple(output(each))
+
+    (one,) = {answer(order) for order in itertools.permutations(range(len(media)))}
+    assert len(one) == 4

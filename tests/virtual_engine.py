@@ -286,7 +286,7 @@ def virtual_world(seed: int, eos: int) -> Iterator[list[VirtualSupervisor]]:
     VirtualSupervisor.poison = set()
     with (
         mock.patch("mmserve.decoder_group.Supervisor", VirtualSupervisor),
-        mock.patch("mmserve.media_service.Supervisor", VirtualSupervisor),
+        mock.patch("mmserve.encoder_lanes.Supervisor", VirtualSupervisor),
         mock.patch("mmserve.media_service.DecodeProcesses", VirtualDecode),
         mock.patch.object(asyncio, "to_thread", _inline),
         mock.patch.object(time, "monotonic", asyncio.get_running_loop().time),

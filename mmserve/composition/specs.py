@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -72,15 +72,22 @@ class EncoderSpec:
     projectors: Mapping[str, Weights]  # by decoder
     placeholder: str  # what the chat template writes where an item stands
     around: tuple[str, str]  # what is left of it before and after the rows
+    hosted: str | None = field(default=None, kw_only=True)  # what names the rows of a hosted encoder; None: weights that are here do
 
     @cached_property
     def _versions(self) -> Mapping[str, bytes]:
+        if self.hosted is not None:
+            names = {name: json.dumps(["hosted", self.hosted, name, repr(self.rule)]).encode() for name in self.projectors}
+            return {name: hashlib.sha256(said).digest() for name, said in names.items()}
         tower = self.weights.digest() + json.dumps(dict(self.config), sort_keys=True).encode()
         rule = repr(self.rule).encode() + PREPROCESSING
         return {name: hashlib.sha256(tower + part.digest() + rule).digest() for name, part in self.projectors.items()}
 
     def version(self, decoder: str) -> bytes:
-        """32 bytes that change when the tower, this decoder's projector or the preprocessing does.  Slow the first time."""
+        """32 bytes that change when the tower, this decoder's projector or the preprocessing does.  Slow the first time.
+
+        Of a hosted encoder nothing is seen but what its operator calls it.
+        """
         return self._versions[decoder]
 
     @property
@@ -207,6 +214,21 @@ class Composition:
     decoders: Mapping[str, DecoderSpec]
     vision: Mapping[str, VisionSpec] = field(default_factory=dict)  # by decoder
     audio: Mapping[str, AudioSpec] = field(default_factory=dict)
+    vision_fallback: Mapping[str, VisionSpec] = field(default_factory=dict)  # by decoder; for when the encoder fails: as many rows
+    audio_fallback: Mapping[str, AudioSpec] = field(default_factory=dict)
+
+    def fallback(self, kind: MediaKind) -> Composition | None:
+        """The same with the fallbacks of this kind as its encoders; None if there are none."""
+        if kind is MediaKind.IMAGE:
+            return replace(self, vision=self.vision_fallback) if self.vision_fallback else None
+        return replace(self, audio=self.audio_fallback) if self.audio_fallback else None
+
+    def hosted(self, kind: MediaKind, version: str) -> Composition:
+        """The same with a hosted service making the rows of this kind.  `version` is what its operator calls its weights."""
+        named = f"{self.name}/{version}"
+        if kind is MediaKind.IMAGE:
+            return replace(self, vision={name: replace(spec, hosted=named) for name, spec in self.vision.items()})
+        return replace(self, audio={name: replace(spec, hosted=named) for name, spec in self.audio.items()})
 
     def encoders(self, kind: MediaKind) -> Mapping[str, EncoderSpec]:
         """By decoder; a decoder that takes no such media is not there."""

@@ -143,6 +143,10 @@ class DiskTier:
         """
         return await self._ask(self._reader, lambda claim: self._read(claim, key, rows, dtype, ttl_s), READ_TIMEOUT_S)
 
+    async def has(self, key: bytes) -> bool:
+        """Whether there is an entry, sound or not."""
+        return bool(await self._ask(self._reader, lambda claim: self._cache is not None and key in self._cache, READ_TIMEOUT_S))
+
     async def write(self, key: bytes, rows: np.ndarray, dtype: str, ttl_s: float) -> bool:
         """True if the entry is there now.  Nobody reads `rows` when this has returned."""
         return bool(await self._ask(self._writer, lambda claim: self._write(claim, key, rows, dtype, ttl_s), WRITE_TIMEOUT_S))

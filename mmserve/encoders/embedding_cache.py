@@ -75,6 +75,10 @@ class EmbeddingCache:
         entry = self._entries.get(key)
         return entry.rows if entry is not None else None
 
+    async def has(self, key: bytes) -> bool:
+        """Whether the rows are in memory or on disk, at the moment."""
+        return key in self._entries or (self.disk is not None and await self.disk.has(key))
+
     def acquire(self, key: bytes) -> bool:
         """Pin the rows if they are in memory and not too old."""
         entry = self._entries.get(key)

@@ -9,14 +9,14 @@ import asyncio
 import itertools
 import logging
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from mmserve.encoders.micro_batcher import MicroBatcher
 from mmserve.encoders.to_the_end import to_the_end
-from mmserve.errors import EncoderFailed, MmserveError, Overloaded, TooLarge, WorkerDied, WorkerLost
+from mmserve.errors import EncoderFailed, EncoderUnavailable, MmserveError, Overloaded, TooLarge, WorkerDied, WorkerLost
 from mmserve.metrics import Metrics
 from mmserve.plan import EncodeItem, EncodePlan, EncodeResult
 
@@ -49,12 +49,22 @@ class EncodeJob:
 
 
 class EncodeQueue:
-    """Owned by the event loop; one task for each client."""
+    """Owned by the event loop; one task for each client.  `on_death` is told of every batch that died with its worker."""
 
     def __init__(
-        self, kind: str, clients: Sequence[EncoderClient], decoders: Iterable[str], metrics: Metrics, *, window_s: float, max_batch: int
+        self,
+        kind: str,
+        clients: Sequence[EncoderClient],
+        decoders: Iterable[str],
+        metrics: Metrics,
+        *,
+        window_s: float,
+        max_batch: int,
+        on_death: Callable[[], None] = lambda: None,
     ) -> None:
-        self.refusal: str | None = None  # why nothing more is taken
+        self.refusal: Overloaded | None = None  # why nothing more is taken
+        self._clients = clients
+        self._on_death = on_death
         self._kind = kind
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
@@ -69,16 +79,38 @@ class EncodeQueue:
 
     async def close(self) -> None:
         """Whatever is queued or aboard ends with Overloaded."""
-        self.refusal = "the server is shutting down"
+        self.refusal = Overloaded("the server is shutting down")
         for server in self._servers:
             server.cancel()
         await asyncio.gather(*self._servers, return_exceptions=True)
-        self._fail_queued(Overloaded(self.refusal))
+        self.fail_queued(self.refusal)
+
+    async def wait_ready(self) -> None:
+        """Until there is a warm worker.  Raises EncoderUnavailable when there never will be one."""
+        waiting = {asyncio.ensure_future(client.wait_ready()) for client in self._clients}
+        errors: list[BaseException] = []
+        try:
+            while waiting:
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                failed = [error for task in done if (error := task.exception()) is not None]
+                if len(failed) < len(done):
+                    return
+                errors += failed
+        finally:
+            for task in waiting:
+                task.cancel()
+        raise EncoderUnavailable(f"no {self._kind} encoder is running") from errors[0]
+
+    def fail_queued(self, error: MmserveError) -> None:
+        """End whatever waits and is not aboard."""
+        queued = [*self._alone, *itertools.chain.from_iterable(batcher.take_all() for batcher in self._batchers.values())]
+        self._alone.clear()
+        _fail(queued, error)
 
     async def encode(self, job: EncodeJob) -> None:
         """Until the rows are written and good.  Raises the error of this job alone; cancelled, returns when nobody writes any more."""
         if self.refusal is not None:
-            raise Overloaded(self.refusal)
+            raise self.refusal.again()
         job.queued_s = self._loop.time()
         self._batchers[job.decoder].add(job, job.queued_s)
         self._wake.set()
@@ -100,15 +132,16 @@ class EncodeQueue:
         """One worker's days: the next batch when it is due, as long as there is a worker."""
         try:
             while True:
-                await client.wait_ready()
-                decoder, jobs = await self._next_batch()
-                await self._serve_batch(client, decoder, jobs)
+                await self._wait_due()
+                await client.wait_ready()  # only then a batch leaves the queue, where it can still be withdrawn or refused
+                if (batch := self._take()) is not None:
+                    await self._serve_batch(client, *batch)
         except WorkerDied:
             log.error("pool=%s lost an encoder for good", self._kind)
             self._servers.remove(asyncio.current_task())  # type: ignore[arg-type]
             if not self._servers:
-                self.refusal = f"no {self._kind} encoder is running"
-                self._fail_queued(Overloaded(self.refusal))
+                self.refusal = EncoderUnavailable(f"no {self._kind} encoder is running")
+                self.fail_queued(self.refusal)
 
     async def _serve_batch(self, client: EncoderClient, decoder: str, jobs: list[EncodeJob]) -> None:
         try:
@@ -120,20 +153,26 @@ class EncodeQueue:
             log.exception("pool=%s a batch of %d could not be run", self._kind, len(jobs))
             _fail(jobs, EncoderFailed("the media could not be encoded"))
 
-    async def _next_batch(self) -> tuple[str, list[EncodeJob]]:
+    async def _wait_due(self) -> None:
         while True:
             self._wake.clear()
-            if self._alone:
-                job = self._alone.popleft()
-                return job.decoder, _board([job])
-            now_s = self._loop.time()
-            waiting = [(due_s, name) for name, batcher in self._batchers.items() if (due_s := batcher.due_s) is not None]
-            for _, name in sorted(waiting):
-                if jobs := self._batchers[name].take(now_s):
-                    return name, _board(jobs)
+            due_s = min((due_s for batcher in self._batchers.values() if (due_s := batcher.due_s) is not None), default=None)
+            if self._alone or (due_s is not None and due_s <= self._loop.time()):
+                return
             with suppress(TimeoutError):
-                async with asyncio.timeout_at(min(waiting)[0] if waiting else None):
+                async with asyncio.timeout_at(due_s):
                     await self._wake.wait()
+
+    def _take(self) -> tuple[str, list[EncodeJob]] | None:
+        """The batch that is due, with its decoder; None if another worker took it."""
+        if self._alone:
+            job = self._alone.popleft()
+            return job.decoder, _board([job])
+        waiting = [(due_s, name) for name, batcher in self._batchers.items() if (due_s := batcher.due_s) is not None]
+        for _, name in sorted(waiting):
+            if jobs := self._batchers[name].take(self._loop.time()):
+                return name, _board(jobs)
+        return None
 
     async def _run(self, client: EncoderClient, decoder: str, jobs: list[EncodeJob]) -> None:
         """One forward pass; every job lands, goes back into the queue, or fails alone."""
@@ -143,6 +182,7 @@ class EncodeQueue:
             result = await client.encode(plan)
         except WorkerDied:
             self._requeue(decoder, jobs)
+            self._on_death()  # last: who then wants no more encodes has all of them in the queue
             return
         self._report(jobs, started_s, result)
         too_big = []
@@ -170,18 +210,13 @@ class EncodeQueue:
             if job.num_deaths > MAX_DEATHS:
                 _fail([job], WorkerLost("the media were aboard more dying encoders than chance explains"))
             elif not job.wanted:
-                _fail([job], EncoderFailed("nobody waits for it any more"))
+                _fail([job], Overloaded("nobody waits for it any more"))
             elif job.num_deaths == MAX_DEATHS:
                 self._alone.append(job)
             else:
                 again.append(job)
         self._batchers[decoder].put_back(again, self._loop.time())
         self._wake.set()
-
-    def _fail_queued(self, error: MmserveError) -> None:
-        queued = [*self._alone, *itertools.chain.from_iterable(batcher.take_all() for batcher in self._batchers.values())]
-        self._alone.clear()
-        _fail(queued, error)
 
     def _report(self, jobs: list[EncodeJob], started_s: float, result: EncodeResult) -> None:
         kind, metrics = self._kind, self._metrics

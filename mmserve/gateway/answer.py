@@ -150,7 +150,8 @@ class Answer:
             if around is None:
                 around = self._around[delta.index] = self._cut(delta.index)
                 if (opening := self._schema.opening(delta.index)) is not None:
-                    pieces.append(event(self._chunk(opening)))
+                    said = self._said() if len(self._around) == 1 else {}
+                    pieces.append(event(self._chunk(opening) | said))
             if delta.logprobs or delta.finish_reason is not None:
                 pieces.append(event(self._chunk(self._schema.piece(delta))))
             elif delta.text:
@@ -184,7 +185,12 @@ class Answer:
         return body | self._explanation()
 
     def _explanation(self) -> dict[str, Any]:
-        return {"mmserve": explanation(self._generation)} if self._explain else {}
+        return {"mmserve": explanation(self._generation) | notices(self._generation)} if self._explain else self._said()
+
+    def _said(self) -> dict[str, Any]:
+        """What a client is told of its media, asked or not."""
+        said = notices(self._generation)
+        return {"mmserve": said} if said else {}
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
@@ -201,9 +207,17 @@ def usage_object(usage: Usage) -> dict[str, Any]:
     }
 
 
+def notices(generation: Generation) -> dict[str, Any]:
+    """Which media were left out and which a fallback encoded; nothing where all went the usual way."""
+    kinds = {"degraded": generation.degraded, "fallback": generation.fallback}
+    return {name: [{"kind": one.kind, "index": one.index, "reason": one.reason} for one in found] for name, found in kinds.items() if found}
+
+
 def explanation(generation: Generation) -> dict[str, Any]:
     media = [
-        {"kind": item.kind, "hash": item.content_hash, "tokens": item.num_tokens, "source": item.source} for item in generation.usage.media
+        {"kind": item.kind, "hash": item.content_hash, "tokens": item.num_tokens, "source": item.source}
+        | ({"fallback": True} if item.is_fallback else {})
+        for item in generation.usage.media
     ]
     return {
         "request_id": generation.request_id,

@@ -77,6 +77,7 @@ class Common:
     stream: bool
     include_usage: bool
     explain: bool
+    allow_degraded: bool
 
 
 def parse_common(fields: Fields, bounds: Bounds, caller: Caller, *, logprobs: int | None, default_max_tokens: int | None = None) -> Common:
@@ -90,6 +91,7 @@ def parse_common(fields: Fields, bounds: Bounds, caller: Caller, *, logprobs: in
         stream=stream,
         include_usage=_include_usage(fields, stream),
         explain=fields.flag("explain") or False,
+        allow_degraded=fields.flag("allow_degraded") or False,
     )
 
 

@@ -115,10 +115,13 @@ class _Batches:
 
 
 def _headers(generation: Generation) -> dict[str, str]:
-    """Who answers and why, and the time each stage has taken so far."""
+    """Who answers and why, what became of the media, and the time each stage has taken so far."""
     headers = {"x-mmserve-model": generation.model, "x-mmserve-route-reason": generation.route_reason}
     if isinstance(generation, Replay) and generation.is_repeat:
         headers["Idempotent-Replayed"] = "true"
+    for name, notices in (("degraded", generation.degraded), ("fallback", generation.fallback)):
+        if notices:
+            headers[f"x-mmserve-{name}"] = ", ".join(sorted({one.kind for one in notices}))
     if generation.timings:
         headers["Server-Timing"] = server_timing(generation.timings)
     return headers

@@ -130,6 +130,8 @@ def _common(bounds: Bounds, models: Collection[str], *, default_max_tokens: int 
         "priority": optional({"type": "integer", "minimum": call.MIN_PRIORITY, "maximum": call.MAX_PRIORITY})
         | {"description": "lower runs first"},
         "cache_salt": optional({"type": "string", "maxLength": call.MAX_SALT_LENGTH}),
+        "allow_degraded": optional({"type": "boolean"})
+        | {"description": "media whose encoder fails are left out, and `mmserve.degraded` says which; else that is a 503"},
         "explain": optional({"type": "boolean"}) | {"description": "adds `mmserve`: route, where media came from, time of each stage"},
         **{name: {"description": "ignored"} for name in call.HARMLESS},
     }

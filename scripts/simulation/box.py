@@ -20,6 +20,7 @@ from mmserve.composition.picture_fit import PictureFit
 from mmserve.config import SchedulerConfig
 from mmserve.encoders.embedding_cache import EmbeddingCache
 from mmserve.encoders.encoder_pool import EncoderPool
+from mmserve.encoders.local_encoder import LocalEncoder
 from mmserve.errors import MmserveError
 from mmserve.media import AudioHeader, ImageHeader, MediaItem, MediaKind, MediaSpan, MediaWindow, PreparedMedia
 from mmserve.metrics import Metrics
@@ -342,16 +343,10 @@ class Box:
             await asyncio.sleep(SAMPLE_INTERVAL_S)
 
     def _make_pool(self, kind: MediaKind, turns: Rows[asyncio.Lock]) -> EncoderPool:
-        return EncoderPool(
-            kind,
-            [CardEncoder(kind, self.card, turn) for turn in turns],
-            self._decode,
-            self.cache,
-            self._buffer,
-            self.metrics,
-            composition=self._composition,
-            rows_dtype=ROWS_DTYPE,
-        )
+        clients = [CardEncoder(kind, self.card, turn) for turn in turns]
+        composition, dtype = self._composition, ROWS_DTYPE
+        encoder = LocalEncoder(kind, clients, self._decode, self.cache, self.metrics, composition=composition, rows_dtype=dtype)
+        return EncoderPool(kind, encoder, self.cache, self.metrics, composition=composition, rows_dtype=dtype)
 
     def _check(self) -> None:
         """Nothing is held by anybody."""
