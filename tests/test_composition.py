@@ -18,7 +18,7 @@ from mmserve.composition.decoder_config import DEFAULTS, complete_config
 from mmserve.composition.llava import DECODER_NAMES, PROJECTOR_NAMES, TOWER_NAMES
 from mmserve.composition.weights import AS_WRITTEN, weight_files
 from mmserve.errors import BadRequest
-from mmserve.media import MediaKind
+from mmserve.media import ImageHeader, MediaKind
 
 
 @pytest.fixture(scope="module")
@@ -202,3 +202,38 @@ def test_ids_that_end_an_answer_come_from_the_generation_config_first(text: Path
     assert load_composition(directory).decoders["small"].eos_token_ids == (1, 7)
     (directory / "generation_config.json").unlink()
     assert load_composition(directory).decoders["small"].eos_token_ids == (1,)
+
+
+FALLBACK = '[vision.fallback]\nencoder = "vision"\nprojectors = { small = "projectors/vision-small.safetensors" }\n'
+
+
+def with_fallback(directory: Path, table: str) -> Path:
+    tiny_model.build(directory)
+    file = directory / "composition.toml"
+    file.write_text(file.read_text().replace("[audio]", f"{table}\n[audio]"))
+    return directory
+
+
+def test_a_fallback_encoder_serves_the_decoders_it_has_projectors_for_under_keys_of_its_own(tmp_path: Path) -> None:
+    composition = load_composition(with_fallback(tmp_path, FALLBACK + "feature_layer = -2\n"))
+    fallback = composition.fallback(MediaKind.IMAGE)
+    assert fallback is not None
+    assert composition.fallback(MediaKind.AUDIO) is None
+    assert (list(composition.vision), list(fallback.vision)) == (["small", "large"], ["small"])
+    header = ImageHeader("png", 64, 64)
+    first, second = (each.vision["small"].windows(bytes(32), "small", header) for each in (composition, fallback))
+    assert [window.num_rows for window in first] == [window.num_rows for window in second]
+    assert first[0].key != second[0].key
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        (FALLBACK + "tokens_per_item = 4", "tokens_per_item"),
+        (FALLBACK + 'placeholder = "<x>"', "placeholder"),
+        ("[vision.fallback]\nimage_size = 28", "fallback.encoder"),
+    ],
+)
+def test_a_fallback_that_would_change_the_prompt_is_refused(tmp_path: Path, line: str, named: str) -> None:
+    with pytest.raises(BadModel, match=named):
+        load_composition(with_fallback(tmp_path, line))
