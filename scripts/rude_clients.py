@@ -32,6 +32,7 @@ from scripts.loopback import Running, bucket_quantile, quantile, running, scrape
 HEAD = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 BODY_LIMIT = 32 * 2**20
 NUM_CANARIES = 300
+FLAGS = ("--device", "sim:a100", "--max-num-seqs", "512", "--max-num-queued-reqs", "1000", "--max-queue-wait-s", "1000")
 
 Result = dict[str, float]
 Check = Callable[[Running], Awaitable[tuple[Result, bool]]]
@@ -101,7 +102,27 @@ async def stalled(server: Running) -> tuple[Result, bool]:
     return result, grown < 64 * 2**20
 
 
-CHECKS: dict[str, Check] = {"idle": idle, "slowloris": slowloris, "chunks": chunks, "endless": endless, "stalled": stalled}
+async def storm(server: Running) -> tuple[Result, bool]:
+    """500 streams under way, and all of their clients gone in the same moment."""
+    async with crowd(server, 500) as sockets:
+        loop = asyncio.get_running_loop()
+        for each in sockets:
+            await loop.sock_sendall(each, request("Tell me a story.", stream=True, max_tokens=3000, ignore_eos=True))
+        while (await scrape(server.url)).total("num_requests_running") < 400:
+            await asyncio.sleep(0.05)
+        before = await scrape(server.url)
+        began_s = time.monotonic()
+    while (await scrape(server.url)).total("kv_cache_usage_perc") > 0:
+        await asyncio.sleep(0.01)
+    after = await scrape(server.url)
+    given_back_s = time.monotonic() - began_s
+    lag_s = bucket_quantile(before.buckets("event_loop_lag_seconds"), after.buckets("event_loop_lag_seconds"), 1.0)
+    cancelled = after.total("request_success_total", {"finished_reason": "cancelled"})
+    result = {"cancelled": cancelled, "given_back_within_s": given_back_s, "worst_lag_ms_at_most": lag_s * 1e3}
+    return result, cancelled >= 500 and lag_s <= 0.2
+
+
+CHECKS: dict[str, Check] = {"idle": idle, "slowloris": slowloris, "chunks": chunks, "endless": endless, "stalled": stalled, "storm": storm}
 
 
 # --- clients -----------------------------------------------------------------------------------------------------------------
@@ -197,7 +218,7 @@ async def run(names: list[str], console: Console) -> bool:
     results: dict[str, Result] = {}
     all_right = True
     with tempfile.TemporaryDirectory() as scratch:
-        async with running(Path(scratch), "--device", "sim:a100") as server:
+        async with running(Path(scratch), *FLAGS) as server:
             for name in names:
                 results[name], is_right = await CHECKS[name](server)
                 all_right &= is_right

@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import json
 import re
+import signal
 import socket
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -294,6 +296,27 @@ async def test_a_reader_that_is_slow_but_reads_gets_all_of_it() -> None:
             data += piece
             await asyncio.sleep(0.05)
     assert [int(number) for number in re.findall(rb"word (\d+)", data)] == list(range(150))
+
+
+async def test_a_client_whose_process_stands_still_is_cut_off_though_its_kernel_still_answers() -> None:
+    """Its machine takes what comes until its buffers are full, and then acknowledges that they are."""
+    connect = "import socket, sys; here = socket.create_connection(('127.0.0.1', int(sys.argv[1])))"
+    code = f"{connect}\nhere.sendall(sys.argv[2].encode())\nwhile here.recv(999): pass"
+    data = json.dumps(chat(stream=True))
+    engine = FakeEngine(say_first_word)
+    async with serving(engine, slow_client_s=1.0, max_backlog_bytes=2**30) as server:
+        port, sent = server.url.rpartition(":")[2], f"{HEAD}Content-Length: {len(data)}\r\n\r\n{data}"
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, port, sent)
+        try:
+            await engine.wait_until(lambda: len(engine.generations) == 1)
+            process.send_signal(signal.SIGSTOP)
+            async with asyncio.timeout(60):
+                while not engine.cancelled:
+                    engine.generations[0].push(Delta(0, "word " * 1000))
+                    await asyncio.sleep(0.01)
+        finally:
+            process.kill()
+            await process.wait()
 
 
 async def test_a_reader_far_behind_is_cut_off_when_more_waits_for_it_than_may() -> None:
