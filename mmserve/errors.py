@@ -32,8 +32,13 @@ class MmserveError(Exception):
         return type(self)(self.message, param=param, code=self.code, retry_after_s=self.retry_after_s)
 
     def body(self) -> dict[str, object]:
-        """The `{"error": ...}` object of every route."""
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+        """The `{"error": ...}` object of every route.  Words of a client's that are no text come escaped: no encoding holds them."""
+        param = None if self.param is None else _as_text(self.param)
+        return {"error": {"message": _as_text(self.message), "type": self.type, "param": param, "code": self.code}}
+
+
+def _as_text(words: str) -> str:
+    return words.encode("utf-8", "backslashreplace").decode()
 
 
 def _rebuild(kind: type[MmserveError], message: str, param: str | None, code: str, retry_after_s: float | None) -> MmserveError:

@@ -158,6 +158,17 @@ async def test_json_must_be_called_json_so_that_a_web_page_cannot_send_it_unaske
             assert response.status == 400
 
 
+async def test_words_that_are_no_text_can_be_named_in_an_error() -> None:
+    """Bytes of a header beyond UTF-8, and a name that stands twice and is half a surrogate pair, were a 500: no JSON holds them."""
+    async with serving() as server:
+        for content_type, body in ((b"\xff", b"{}"), (b"application/json", b'{"\\ud800": 1, "\\ud800": 2}'), (b"multipart/\xff", b"")):
+            for path in (b"chat/completions", b"feedback", b"generate"):
+                head = b"POST /v1/%s HTTP/1.1\r\nHost: localhost\r\nContent-Type: %s\r\nContent-Length: %d\r\n\r\n"
+                answer = await raw(server.url, head % (path, content_type, len(body)) + body)
+                assert answer[9:12] in (b"400", b"415")
+                assert set(json.loads(answer.partition(b"\r\n\r\n")[2])["error"]) == {"message", "type", "param", "code"}
+
+
 async def test_an_audio_format_that_is_not_accepted_is_a_415_naming_those_that_are() -> None:
     part = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "m4a"}}
     async with serving() as server:
