@@ -20,6 +20,7 @@ from mmserve.gateway.chat_api import parse_chat
 from mmserve.gateway.completions_api import parse_completion
 from mmserve.gateway.openapi import openapi_document
 from mmserve.gateway.state import ServerState
+from scripts import check_openapi
 from scripts.fuzzing.doors import BOUNDS, CALLER
 from scripts.fuzzing.texts import body
 
@@ -102,3 +103,8 @@ def test_of_any_bodies_the_parser_takes_none_that_the_schema_refuses(seed: int, 
         errors = [error for error in validator.iter_errors(fields) if "model" not in error.absolute_path and "data:" not in str(fields)]
         assert not errors, (fields, errors[0].message)
     assert num_taken > 5
+
+
+async def test_schemathesis_finds_no_answer_that_is_not_in_it() -> None:
+    """More of the same: `python -m scripts.check_openapi`."""
+    assert await check_openapi.check(max_examples=3, seed=0, more=("--phases", "coverage,fuzzing")) == 0

@@ -68,8 +68,10 @@ def _generating() -> Schema:
         "schema": {"type": "string", "minLength": 1, "maxLength": idempotency.MAX_KEY_LENGTH, "pattern": "^[ -~]+$"},
         "description": "Sent again with the same key and body, a request joins the answer it began, or gets it once more",
     }
-    answer = {_JSON: _ref("ChatCompletion"), "text/event-stream": {"schema": {"type": "string"}}}
-    text_answer = {_JSON: _ref("Completion"), "text/event-stream": {"schema": {"type": "string"}}}
+    # No type: some readers hold it against the text of the stream, others against each event.
+    stream = {"text/event-stream": {"schema": {"description": "Chunks as `data:` events, and `data: [DONE]` at the end"}}}
+    answer = {_JSON: _ref("ChatCompletion"), **stream}
+    text_answer = {_JSON: _ref("Completion"), **stream}
     form = {
         "multipart/form-data": {
             "schema": {"$ref": "#/components/schemas/GenerateForm"},
