@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import ctypes
+import gc
 import logging
 import resource
 import signal
@@ -83,6 +84,7 @@ async def serve(engine: EngineFace, config: Config, console: Console) -> int:
         _log.info("url=%s loading model=%s", gateway.url, engine.composition.name)
         if not await _start(engine, signals):
             return 0
+        gc.freeze()  # modules and the model's books stay: looking them all over again stops the loop for a tenth of a second
         gateway.open()
         _log.info("url=%s ready start_s=%.1f", gateway.url, time.monotonic() - began_s)
         console.print(banner(gateway.url, engine.composition, config, needs_key=needs_key(config.server, engine.tenants)))
@@ -94,6 +96,7 @@ async def serve(engine: EngineFace, config: Config, console: Console) -> int:
         await gateway.close()
         await engine.close()
         signals.close()
+        gc.unfreeze()
         console.show_cursor()  # a worker that was killed while it loaded has left it hidden
 
 
