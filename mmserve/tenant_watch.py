@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from mmserve.ledger_tables import open_ledger
-from mmserve.tenants import TIERS, Tenants, read_tenants
+from mmserve.tenants import TIERS, Row, Tenants, read_rows, tenants_of
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +24,7 @@ class TenantWatch(Tenants):
         super().__init__()
         self._db = open_ledger(path, lock_timeout_s=interval_s)
         self._version = -1  # of the database, as this connection sees it
+        self._rows: list[Row] = []
         self._is_blind = False
         self._closing = threading.Event()
         self._look()
@@ -55,15 +56,17 @@ class TenantWatch(Tenants):
                 self._is_blind = False
 
     def _look(self) -> None:
-        """Read the tenants if anybody has written anything since: the server's own rows, too, but they are soon read."""
+        """Read the tenants if anybody has written anything since: they, or the server its own rows."""
         (version,) = self._db.execute("PRAGMA data_version").fetchone()
         if version == self._version:
             return
-        tenants = read_tenants(self._db)
+        rows = read_rows(self._db)
         self._version = version  # of before the reading: what was written meanwhile is seen the next time
-        roll = self.roll.next(tenants)
-        if roll == self.roll:
+        if rows == self._rows:
             return
+        self._rows = rows
+        tenants = tenants_of(rows)
+        roll = self.roll.next(tenants)
         for tenant in tenants:
             if tenant.tier not in TIERS:
                 log.warning("tenant=%s tier=%s is unknown and goes last", tenant.tenant_id, tenant.tier)

@@ -20,8 +20,8 @@ import aiohttp
 import pytest
 import pytest_asyncio
 import tiny_model
-from gateway_client import chat, event_of, serving
-from test_engine import config, counter, settled
+from gateway_client import event_of, serving
+from test_engine import config, counter, picture, settled
 from test_gateway_tenants import key
 
 from mmserve import AsyncEngine
@@ -30,6 +30,7 @@ from mmserve.quota import Quota
 from mmserve.request import FinishReason
 from mmserve.tenant_watch import TenantWatch
 from mmserve.tenants import TenantRecords
+from scripts.loopback import image_part, text_part, user
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -104,8 +105,10 @@ class House:
                 await asyncio.sleep(0.01)
 
     @asynccontextmanager
-    async def asked(self, presented: str, text: str) -> AsyncIterator[aiohttp.ClientResponse]:
-        body = chat(text, stream=True, max_tokens=MAX_TOKENS, ignore_eos=True, seed=5, model="small")
+    async def asked(self, presented: str, i: int) -> AsyncIterator[aiohttp.ClientResponse]:
+        """One of 40 questions, about one of eight pictures: while their headers are read, others come between."""
+        messages = user(image_part(picture(i % 8).data), text_part(f"question number {i % 40}"))
+        body = {"messages": messages, "stream": True, "max_tokens": MAX_TOKENS, "ignore_eos": True, "seed": 5, "model": "small"}
         async with self.http.post(f"{self.url}/v1/chat/completions", json=body, headers=key(presented)) as response:
             yield response
 
@@ -143,7 +146,7 @@ async def test_never_more_than_ten_at_once_while_the_quota_changes_a_worker_dies
     async def client(i: int) -> None:
         """Comes back until it is served.  Every eighth leaves after its first word."""
         while True:
-            async with house.asked(presented, f"question number {i % 40}") as response:
+            async with house.asked(presented, i) as response:
                 statuses[response.status] += 1
                 if response.status == 429:
                     assert response.headers["Retry-After"] == "1"
@@ -194,7 +197,7 @@ async def test_no_minute_holds_more_tokens_than_the_quota(house: House) -> None:
     presented = await house.add("tokens", Quota(tokens_per_minute=limit))
 
     async def client(i: int) -> int:
-        async with house.asked(presented, f"question number {i}") as response:
+        async with house.asked(presented, i) as response:
             remaining = int(response.headers["x-ratelimit-remaining-tokens"])
             assert 0 <= remaining <= limit
             if response.status == 429:
