@@ -19,7 +19,7 @@ from typing import Any, get_args
 
 from mmserve.clock import steady_epoch
 from mmserve.config import ConfigError
-from mmserve.ledger_tables import open_ledger
+from mmserve.ledger_tables import file_id, open_ledger
 from mmserve.spool import Spool
 
 log = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ class Ledger:
         self.num_spooled = 0  # rows that went to the spool
         self.num_lost = 0  # rows refused by the schema, or recorded when nothing could take them
         self._db = open_ledger(path, lock_timeout_s)
-        self._file = _file_id(path)
+        self._file = file_id(path)
         self._max_pending = max_pending
         self._pending: deque[Event] = deque()
         self._is_behind = bool(self._spool.files())  # the last attempt did not bring everything into the database
@@ -259,13 +259,13 @@ class Ledger:
 
     def _require_file(self) -> None:
         """Start a new one when somebody has removed ours: SQLite would go on writing into what has no name any more."""
-        if _file_id(self.path) == self._file:
+        if file_id(self.path) == self._file:
             return
         self._db.close()
         for suffix in ("-wal", "-shm"):  # the removed file's: SQLite would apply them to what is there now
             self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
         self._db = open_ledger(self.path, self._lock_timeout_s)
-        self._file = _file_id(self.path)
+        self._file = file_id(self.path)
         log.error("ledger database was removed or replaced, going on in what is there now")
 
     def _sweep_in_s(self) -> float:
@@ -322,15 +322,6 @@ class Ledger:
                 return
             self._apply(batch, file.name)
         self._spool.remove(file)
-
-
-def _file_id(path: Path) -> tuple[int, int] | None:
-    """Device and number of the file that is there now; None if there is none."""
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return None
-    return status.st_dev, status.st_ino
 
 
 def _parse(line: str) -> Event:

@@ -107,3 +107,12 @@ def writing(db: Database) -> Iterator[None]:
     except BaseException:
         db.rollback()
         raise
+
+
+def file_id(path: Path) -> tuple[int, int] | None:
+    """Device and number of the file that is there now; None if there is none."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino

@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 from typing import Self
 
-from mmserve.ledger_tables import open_ledger
+from mmserve.ledger_tables import file_id, open_ledger
 from mmserve.tenants import TIERS, Row, Tenants, read_rows, tenants_of
 
 log = logging.getLogger(__name__)
@@ -23,6 +23,7 @@ class TenantWatch(Tenants):
     def __init__(self, path: Path, *, interval_s: float = INTERVAL_S) -> None:
         super().__init__()
         self._db = open_ledger(path, lock_timeout_s=interval_s)
+        self._path, self._file = path, file_id(path)
         self._version = -1  # of the database, as this connection sees it
         self._rows: list[Row] = []
         self._is_blind = False
@@ -48,7 +49,7 @@ class TenantWatch(Tenants):
         while not self._closing.wait(interval_s):
             try:
                 self._look()
-            except sqlite3.DatabaseError as error:
+            except (sqlite3.DatabaseError, OSError) as error:
                 if not self._is_blind:
                     log.warning("tenants can't be read, those of before stay in force: %s", error)
                 self._is_blind = True
@@ -57,6 +58,8 @@ class TenantWatch(Tenants):
 
     def _look(self) -> None:
         """Read the tenants if anybody has written anything since: they, or the server its own rows."""
+        if file_id(self._path) != self._file:
+            raise OSError("the database was removed or replaced; start the server again to have it read")
         (version,) = self._db.execute("PRAGMA data_version").fetchone()
         if version == self._version:
             return

@@ -280,6 +280,22 @@ def test_a_lock_held_by_somebody_hides_no_tenant_and_makes_nobody_wait(watch: Te
     until(lambda: watch.quota("acme") == Quota(6))
 
 
+def test_tenants_stay_when_somebody_puts_another_database_in_the_place_of_theirs(
+    watch: TenantWatch, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What lies there now may be the ledger's new start, without anybody: nobody is locked out by that."""
+    with TenantRecords(path) as records:
+        key = records.add("acme", Quota(5), "standard", has_private_cache=False)
+        until(lambda: key_hash(key) in watch.roll.by_key)
+    path.unlink()
+    with TenantRecords(path) as records:
+        records.add("other", Quota(5), "standard", has_private_cache=False)
+    until(lambda: watch._is_blind)
+    assert watch.quota("acme") == Quota(5)
+    assert watch.roll.by_key.keys() == {key_hash(key)}
+    assert ["removed or replaced" in record.message for record in caplog.records if record.levelname == "WARNING"] == [True]
+
+
 def test_tenants_that_cannot_be_read_for_a_while_stay_as_they_were(watch: TenantWatch, path: Path) -> None:
     """Somebody drops a table: whoever is inside keeps working, and a mended file is read again."""
     with TenantRecords(path) as records:
