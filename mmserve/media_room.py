@@ -25,11 +25,11 @@ class MediaRoom:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self.give_back(num_bytes)
-            else:
-                self._queue.remove((num_bytes, turn))
+            if turn.cancelled():
+                self._queue = [waiting for waiting in self._queue if waiting[1] is not turn]
                 self._serve_queue()
+            else:  # it was given just before
+                self.give_back(num_bytes)
             raise
 
     def give_back(self, num_bytes: int) -> None:
@@ -38,7 +38,8 @@ class MediaRoom:
         self._serve_queue()
 
     def _serve_queue(self) -> None:
-        while self._queue and self._queue[0][0] <= self._free:
+        while self._queue and (self._queue[0][1].cancelled() or self._queue[0][0] <= self._free):
             num_bytes, turn = self._queue.pop(0)
-            self._free -= num_bytes
-            turn.set_result(None)
+            if not turn.cancelled():  # it has left, and its task has not heard of that yet
+                self._free -= num_bytes
+                turn.set_result(None)

@@ -36,6 +36,37 @@ async def test_a_request_that_leaves_the_queue_lets_the_next_one_in():
     room.give_back(2)
 
 
+async def test_requests_that_leave_in_the_same_instant_take_no_room_with_them():
+    """A soak's storm of cancellations: the first to hear of it offered the room to the next, which had left but not heard of it yet.
+
+    That was an InvalidStateError, and the room was gone for good.
+    """
+    room = MediaRoom(10)
+    await room.take(8)
+    leaving = [asyncio.create_task(room.take(9)), asyncio.create_task(room.take(2)), asyncio.create_task(room.take(1))]
+    staying = asyncio.create_task(room.take(2))
+    await settle()
+    for task in leaving:
+        task.cancel()
+    left = await asyncio.gather(*leaving, return_exceptions=True)
+    assert [type(error) for error in left] == [asyncio.CancelledError] * 3
+    await asyncio.wait_for(staying, 5)
+    room.give_back(8)
+    room.give_back(2)
+    await asyncio.wait_for(room.take(10), 5)
+
+
+async def test_room_is_not_offered_to_a_request_that_has_left_and_not_heard_of_it():
+    room = MediaRoom(10)
+    await room.take(10)
+    leaving, staying = asyncio.create_task(room.take(10)), asyncio.create_task(room.take(3))
+    await settle()
+    leaving.cancel()
+    room.give_back(10)
+    await asyncio.wait_for(staying, 5)
+    await asyncio.wait_for(room.take(7), 5)
+
+
 async def test_room_given_to_a_request_that_just_left_comes_back():
     room = MediaRoom(10)
     await room.take(10)
