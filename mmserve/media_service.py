@@ -27,6 +27,7 @@ from mmserve.hit_watch import HitWatch
 from mmserve.media import AudioHeader, ImageHeader, MediaItem, MediaKind, MediaWindow, PreparedMedia, content_digest
 from mmserve.media_room import MediaRoom
 from mmserve.metrics import Metrics
+from mmserve.quarantine import Quarantine
 from mmserve.shared_buffer import ITEM_SIZE, SharedBuffer
 from mmserve.supervisor import Supervisor
 
@@ -51,7 +52,6 @@ class MediaService:
         rows_dtype: str,
         on_restart: Callable[[str], None],
         on_cache_event: Callable[[CacheEvent], None],
-        on_lost: Callable[[bytes], None] = lambda content: None,
     ) -> None:
         self._config = config
         self._composition = composition
@@ -61,7 +61,7 @@ class MediaService:
         self._rows_dtype = rows_dtype
         self._on_restart = on_restart
         self._on_cache_event = on_cache_event
-        self._on_lost = on_lost
+        self._quarantine = Quarantine()  # by content
         self.room = MediaRoom(int(buffer.memory.num_bytes * SHARE_FOR_REQUESTS))
         self._watch = HitWatch(num_inherited=0)
         self._clip_headers: dict[bytes, AudioHeader] = {}  # by content, oldest first
@@ -100,7 +100,7 @@ class MediaService:
                 num_threads=num_threads,
                 max_batch=max_batch,
                 on_restart=self._on_restart,
-                on_lost=self._on_lost,
+                on_lost=lambda content: self._quarantine.add(content, time.monotonic()),
                 supervisors=self.supervisors,
             )
             stack.push_async_callback(self._close_workers)
@@ -135,6 +135,7 @@ class MediaService:
 
     async def _prepare(self, item: MediaItem, decoder: str, salt: bytes) -> PreparedMedia:
         content = content_digest(item.data) if len(item.data) <= SMALL_BYTES else await asyncio.to_thread(content_digest, item.data)
+        self._quarantine.check(content, time.monotonic(), param=item.param)
         header = await self._read_header(item, content, decoder)
         for is_fallback, lane in enumerate(self._lanes[item.kind]):
             composition = lane.pool.composition

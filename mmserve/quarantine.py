@@ -30,7 +30,7 @@ class Quarantine:
         if len(self._until_s) > MAX_ENTRIES:
             self._until_s.popitem(last=False)
 
-    def check(self, digest: bytes, now_s: float, *, param: str) -> None:
+    def check(self, digest: bytes, now_s: float, *, param: str | None) -> None:
         """Raises ContentQuarantined."""
         until_s = self._until_s.get(digest)
         if until_s is None:

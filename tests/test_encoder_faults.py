@@ -33,7 +33,7 @@ from naughty_encoder import NEVER_FITS, NOT_FINITE, POISON
 
 from mmserve import AsyncEngine, ChatRequest
 from mmserve.encoders import encode_time
-from mmserve.errors import EncoderFailed, EncoderUnavailable, MmserveError, TooLarge, UndecodableMedia, WorkerLost
+from mmserve.errors import ContentQuarantined, EncoderFailed, EncoderUnavailable, MmserveError, TooLarge, UndecodableMedia, WorkerLost
 from mmserve.media import MediaItem
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -134,18 +134,17 @@ async def test_two_hundred_with_one_new_picture_cost_one_encode_though_the_first
     await settled(engine)
 
 
-async def test_a_picture_that_kills_is_found_out_and_reported_and_its_neighbours_are_answered(
-    world: tuple[AsyncEngine, Naughty], monkeypatch: pytest.MonkeyPatch
+async def test_a_picture_that_kills_is_found_out_and_refused_and_its_neighbours_are_answered(
+    world: tuple[AsyncEngine, Naughty],
 ) -> None:
     engine, _ = world
-    lost: list[bytes] = []
-    monkeypatch.setattr(lane(engine).pool, "_on_lost", lost.append)
     requests = [*(ask(picture(seed), "?") for seed in range(600, 603)), ask(grey(POISON), "?")]
     *good, bad = await all_of(engine, requests)
     assert isinstance(bad, WorkerLost)
     assert [len(each) for each in good if isinstance(each, tuple)] == [8] * 3
-    assert len(lost) == 1
     assert breaker_state(engine) == 0
+    with pytest.raises(ContentQuarantined):
+        await engine.submit(ask("another question about ", grey(POISON)))
     await settled(engine)
 
 
