@@ -23,6 +23,7 @@ class HostedService:
     version: str = "v1"
     url: str = ""
     requests: list[tuple[dict[str, str], bytes]] = field(default_factory=list)  # headers in lower case, and body
+    num_elsewhere: int = 0
     script: list[int | web.Response | Make] = field(default_factory=list)
     always: int | web.Response | Make | None = None  # when the script is at its end
 
@@ -37,6 +38,11 @@ class HostedService:
         if step is not None:
             return await step(request, body)
         return self.answer(request, body)
+
+    async def handle_elsewhere(self, request: web.Request) -> web.StreamResponse:
+        """Where a redirect would lead."""
+        self.num_elsewhere += 1
+        return self.answer(request, await request.read())
 
     def answer(self, request: web.Request, body: bytes) -> web.Response:
         decoder = request.headers["x-mmserve-decoder"]
@@ -58,6 +64,7 @@ async def hosted_service(hidden: dict[str, int]) -> AsyncIterator[HostedService]
     service = HostedService(hidden)
     app = web.Application(client_max_size=32 * 2**20)
     app.router.add_post("/encode", service.handle)
+    app.router.add_route("*", "/elsewhere", service.handle_elsewhere)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)

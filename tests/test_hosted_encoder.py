@@ -170,13 +170,17 @@ async def test_what_is_the_items_own_fault_names_it_and_opens_nothing(status: in
         await one.fetch(one.item(99))
 
 
-@pytest.mark.parametrize("status", [500, 503, 429, 404, 401, 302])
+@pytest.mark.parametrize("status", [500, 503, 429, 404, 401, 307])
 async def test_a_service_that_keeps_failing_is_left_alone_and_found_well_again_without_anybody_asking(status: int) -> None:
     """A redirect is a failure, too: it isn't followed."""
     async with world() as one:
         cached = one.item(100)
         await one.fetch(cached)
-        one.service.always = web.HTTPFound("/elsewhere") if status == 302 else status
+
+        async def reply(request: web.Request, body: bytes) -> web.Response:
+            return web.Response(status=status, headers={"Location": "/elsewhere"})
+
+        one.service.always = reply
         for i in range(5):
             assert one.state == 0
             assert isinstance(await failure(one, i), EncoderUnavailable)
@@ -187,6 +191,7 @@ async def test_a_service_that_keeps_failing_is_left_alone_and_found_well_again_w
         assert refusal.retry_after_s is not None
         assert refusal.retry_after_s >= 1
         assert len(one.service.requests) == num_requests  # it was not asked
+        assert one.service.num_elsewhere == 0
         await one.fetch(cached)
         one.service.always = None
         await one.until_state(0)
@@ -215,6 +220,22 @@ async def test_a_service_that_does_not_answer_in_time_is_unavailable() -> None:
         for i in range(5):
             assert isinstance(await failure(one, i), EncoderUnavailable)
         assert one.state == 2
+
+
+async def test_a_connection_that_closes_just_then_is_no_fault() -> None:
+    async with world() as one:
+
+        async def hang_up(request: web.Request, body: bytes) -> web.Response:
+            assert request.transport is not None
+            request.transport.close()
+            return web.Response()
+
+        media = one.item(1)
+        one.service.script = [hang_up]
+        assert (await one.fetch(media) == rows_of(media.item.data, "small", (NUM_ROWS, 4))).all()
+        assert len(one.service.requests) == 2
+        one.service.always = hang_up
+        assert isinstance(await failure(one, 2), EncoderUnavailable)
 
 
 async def test_a_service_that_is_not_there_is_unavailable() -> None:
