@@ -41,7 +41,7 @@ from scripts.loopback import Running, running
 QUIET_EVERY_S = 600.0
 WEIGHTS = {"kill worker": 4, "stop worker": 2}  # the others weigh 1
 # Small enough that media leave memory for the disk, and the disk for good; and a log that still fits when the disk is full.
-FLAGS = ("--shared-buffer-bytes", str(24 * 2**20), "--embedding-disk-bytes", str(32 * 2**20), "--log-level", "warning")
+FLAGS = ("--shared-buffer-bytes", str(12 * 2**20), "--embedding-disk-bytes", str(32 * 2**20), "--log-level", "warning")
 
 
 class Soak:

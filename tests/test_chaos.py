@@ -229,10 +229,10 @@ def sample(at_s: float, megabytes: float, right: int) -> dict:
     return {"at_s": at_s, "what": "sample", "processes": processes, "counters": {}, "ends": {"right": right}}
 
 
-@pytest.mark.parametrize(("per_hour", "ok"), [(0.5, True), (1.5, False)])
-def test_a_soak_fails_if_the_server_surely_grows_once_it_has_warmed_up(per_hour: float, ok: bool) -> None:
+@pytest.mark.parametrize(("per_hour", "num_samples", "ok"), [(0.5, 360, True), (1.5, 360, False), (30.0, 60, True)])
+def test_a_soak_of_some_length_fails_if_the_server_surely_grows_once_it_has_warmed_up(per_hour: float, num_samples: int, ok: bool) -> None:
     warming_up = [sample(10.0 * i, 50 + i, i) for i in range(60)]  # 360 MB an hour, and nobody minds
-    later = [sample(600.0 + at_s, megabytes, 60) for at_s, megabytes in life(360, per_hour, 0.01, 110, seed=1)]
+    later = [sample(600.0 + at_s, megabytes, 60) for at_s, megabytes in life(num_samples, per_hour, 0.01, 110, seed=1)]
     report = summary([{"at_s": 0.0, "what": "life", "pid": 1}, *warming_up, *later])
     assert report["memory_mb_per_hour"]["main"]["per_hour"] == pytest.approx(per_hour, abs=0.05)
     assert report["ok"] is ok

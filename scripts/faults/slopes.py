@@ -18,6 +18,7 @@ class Slope:
     per_hour: float
     half_width: float
     num_points: int
+    span_s: float  # all lives together
 
     @property
     def surely_above(self) -> float:
@@ -36,6 +37,7 @@ def slope(lives: Mapping[int, Sequence[tuple[float, float]]]) -> Slope | None:
         return None
     hours = [np.array([at_s for at_s, _ in points]) / 3600 for points in lives.values()]
     values = [np.array([value for _, value in points], float) for points in lives.values()]
+    span_s = sum(points[-1][0] - points[0][0] for points in lives.values())
     x = np.concatenate([h - h.mean() for h in hours])
     y = np.concatenate([v - v.mean() for v in values])
     spread = float(x @ x)
@@ -45,7 +47,7 @@ def slope(lives: Mapping[int, Sequence[tuple[float, float]]]) -> Slope | None:
     residuals = y - per_hour * x
     freedom = max(num_points - len(lives) - 1, 1)
     error = float(np.sqrt(residuals @ residuals / freedom / spread))
-    return Slope(per_hour, Z_95 * error * _inflation(residuals), num_points)
+    return Slope(per_hour, Z_95 * error * _inflation(residuals), num_points, span_s)
 
 
 def _inflation(residuals: np.ndarray) -> float:

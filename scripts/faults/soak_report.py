@@ -16,6 +16,7 @@ from scripts.faults.slopes import Slope, slope
 WARM_UP_S = 600.0  # of a server's life: caches fill, pools grow
 YOUNG_S = 60.0  # of a worker's life: it touches the pages of its KV cache for the first time
 MAX_GROWTH = 1.0  # MB an hour
+JUDGED_AFTER_S = 1800.0  # of samples: each peak of the load may leave a step of a MB, and a few of those make a slope
 MAX_OFF_LINES = 20
 MB = 2**20
 Entries = Sequence[Mapping[str, Any]]
@@ -27,7 +28,7 @@ def summary(entries: Entries) -> dict[str, Any]:
     off = [entry["details"] for entry in entries if entry["what"] == "off"]
     slopes = memory_slopes(entries)
     main = slopes.get("main")
-    if main is not None and main.surely_above > MAX_GROWTH:
+    if main is not None and main.span_s >= JUDGED_AFTER_S and main.surely_above > MAX_GROWTH:
         off.append(f"the server grows by {main.per_hour:.1f} +- {main.half_width:.1f} MB an hour")
     return {
         "minutes": round(entries[-1]["at_s"] / 60, 1),
@@ -104,6 +105,7 @@ def plot(entries: Entries, path: Path) -> None:
     latency.set_ylabel("request to last token, s")
     latency.set_xlabel("minutes")
     latency.legend()
+    figure.tight_layout()
     figure.savefig(path, dpi=100)
     pyplot.close(figure)
 

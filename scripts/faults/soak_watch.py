@@ -73,7 +73,8 @@ class Watch:
         self._journal.note(
             "sample",
             processes=processes,
-            counters={name: reading.total(name) for name in COUNTERS},
+            counters={name: reading.total(name) for name in COUNTERS}
+            | {"disk_hits": reading.total("mm_cache_hits_total", {"tier": "disk"})},
             ends=dict(world.tally.ends),
             latency_s={"p50": _rounded(quantile(latencies_s, 0.5)), "p99": _rounded(quantile(latencies_s, 0.99))},
             ready=world.readiness.is_ready,
