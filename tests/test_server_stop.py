@@ -126,8 +126,9 @@ async def test_a_signal_during_the_start_ends_it_and_leaves_nobody(
             await asyncio.sleep(0.05)
             if process.returncode is not None:
                 break
-        status = await ended(process, 5)
-        assert status in ((0, -signals[0]) if moment == "at once" else (0,))  # before anything listens to signals they end it as they are
+        status = await ended(process, 30)
+        # Before anything listens to signals they end it as they are, or as Python makes of them (1).
+        assert status in ((0, 1, -signals[0]) if moment == "at once" else (0,))
         assert (await gone(family, timeout_s=30))[0] == set()
         assert b"Traceback" not in (tmp_path / "server.log").read_bytes() or moment == "at once"
     finally:
