@@ -114,9 +114,9 @@ class AsyncEngine:
             await stack.enter_async_context(self._media.running(devices, num_threads))
             self._prompts = PromptMaker(self._media, self.tokenizers)
             self._groups = {}
+            stack.push_async_callback(self._close_groups)
             for name in self.composition.decoders:
-                group = self._groups[name] = self._make_group(name, device, dtype, num_threads, buffer)
-                stack.push_async_callback(group.close)
+                self._groups[name] = self._make_group(name, device, dtype, num_threads, buffer)
             stack.push_async_callback(self._end_everything)
             supervisors = [*self._media.supervisors, *(s for group in self._groups.values() for s in group.supervisors)]
             await asyncio.gather(*(supervisor.first_ready() for supervisor in supervisors))
@@ -129,6 +129,9 @@ class AsyncEngine:
         """End what still runs with an error, then the workers.  Idempotent."""
         self._draining = True
         await self._stack.aclose()
+
+    async def _close_groups(self) -> None:
+        await asyncio.gather(*(group.close() for group in self._groups.values()))
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests, let accepted ones finish; after `timeout_s` end the rest with `shutdown`."""
