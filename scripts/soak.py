@@ -110,7 +110,7 @@ async def soak(options: argparse.Namespace, directory: Path, console: Console) -
     data_dir.mkdir(parents=True, exist_ok=True)
     known = await known_answers(console)
     with Journal(directory) as journal:
-        async with running(data_dir, "--api-key", api_key, *FLAGS) as server:
+        async with running(data_dir, f"--api-key={api_key}", *FLAGS) as server:
             journal.note("life", pid=server.process.pid)
             await Soak(options, journal, console).run(server, api_key, known)
             if server.process.returncode is not None:
