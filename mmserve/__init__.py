@@ -10,6 +10,7 @@ Five floors; imports go down only.
     departments  scheduler/  encoders/           (they never import each other)
     memory       paged_kv/
     vocabulary   errors  config  composition  media  request  plan  shared_buffer  transport  child_process  metrics  clock
+                 roofline/  (what a card takes for a step)
 
     basement     worker/  models/  encoders/vision_tower  encoders/audio_tower  encoders/qwen2_audio_tower  encoders/ultravox_tower
                  encoders/qwen2_5_omni_towers  (in worker processes; the only place with torch)

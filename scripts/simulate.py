@@ -18,9 +18,9 @@ from pathlib import Path
 from rich.console import Console
 
 from mmserve.config import GPU_QUEUE_WAIT_S, GPU_TPOT_TARGET_MS, SchedulerConfig
+from mmserve.roofline.hardware import CARDS
 from mmserve.scheduler.admission import QueueLimits
 from mmserve.scheduler.limits import SchedulerLimits
-from mmserve.sim.hardware import CARDS
 from mmserve.sim.virtual_time import run_in_virtual_time
 from scripts.simulation.box import TOPOLOGIES, Box
 from scripts.simulation.report import Slo, isolation, isolation_table, plot, summarize, table

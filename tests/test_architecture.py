@@ -17,6 +17,7 @@ MAX_LINES = 500
 # room -> the rooms it may import; a room may always import itself
 VOCABULARY = {
     "errors", "config", "composition", "media", "request", "plan", "shared_buffer", "transport", "child_process", "metrics", "clock",
+    "roofline",
 }  # fmt: skip
 ENGINE = {
     "engine", "sync_engine", "active_request", "request_records", "decoder_group", "decoder_specs", "replica_set", "replica",
@@ -39,7 +40,7 @@ MAY_IMPORT = {
     **dict.fromkeys(BASEMENT, VOCABULARY | BASEMENT),
     "sim": VOCABULARY | {"worker"},
 }
-PURE = {"paged_kv", "scheduler", "quota", "token_fuser", "modality_router", "model_router", "quarantine", "hit_watch"}
+PURE = {"paged_kv", "scheduler", "roofline", "quota", "token_fuser", "modality_router", "model_router", "quarantine", "hit_watch"}
 NOT_PURE = {"asyncio", "socket", "subprocess", "threading", "time", "torch", "transformers"}
 
 MODULES = {

@@ -21,8 +21,8 @@ from test_engine import check_idle, clip, picture
 from mmserve import AsyncEngine, Config
 from mmserve.config import ModelConfig, SchedulerConfig, StorageConfig
 from mmserve.media import MediaItem, MediaKind, MediaLimits
-from mmserve.sim.hardware import A100, LLAMA_8B
-from mmserve.sim.timing import ACTIVATION_BYTES
+from mmserve.roofline.hardware import A100, LLAMA_8B
+from mmserve.roofline.timing import ACTIVATION_BYTES
 from scripts.loopback import audio_part, image_part, scrape, server, text_part, user
 
 MAX_MODEL_LEN = 800

@@ -18,8 +18,9 @@ from mmserve import AsyncEngine, Config
 from mmserve.config import ModelConfig, StorageConfig
 from mmserve.media import MediaKind
 from mmserve.plan import RowSampling, StepPlan
-from mmserve.sim.hardware import A100, H200, LLAMA_8B, LLAMA_70B
-from mmserve.sim.timing import StepWork, encode_s, kv_tokens, step_s, work_of
+from mmserve.roofline.hardware import A100, H200, LLAMA_8B, LLAMA_70B
+from mmserve.roofline.timing import StepWork, encode_s, kv_tokens, step_s
+from mmserve.sim.timing import work_of
 from mmserve.sim.workers import draw
 
 NUM_DECODERS = 2

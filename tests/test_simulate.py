@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mmserve.roofline.hardware import A100
 from mmserve.scheduler.admission import QueueLimits
 from mmserve.scheduler.limits import SchedulerLimits
-from mmserve.sim.hardware import A100
 from mmserve.sim.virtual_time import run_in_virtual_time
 from scripts.simulation import report
 from scripts.simulation.box import TOPOLOGIES, Box

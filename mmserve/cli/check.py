@@ -13,12 +13,12 @@ from mmserve.child_process import start_child
 from mmserve.composition import BadModel, Composition, DecoderSpec, load_composition
 from mmserve.config import SchedulerConfig
 from mmserve.media import MediaKind
+from mmserve.roofline.timing import ACTIVATION_BYTES
 from mmserve.shared_buffer import ITEM_SIZE
 from mmserve.tokenizer import load_tokenizers
 from mmserve.transport import WorkerChannel
 
 SEQUENCE_TOKENS = 1000  # the sequence that capacity is counted in
-ACTIVATION_BYTES = 2 * 10**9  # of a GPU, beside weights and KV cache; the planner's figure
 _PICTURES = ((336, 336), (1024, 768), (768, 1024), (1920, 1080))
 
 

@@ -22,9 +22,10 @@ from mmserve.plan import (
     StepPlan,
     StepResult,
 )
+from mmserve.roofline.hardware import SHAPES
+from mmserve.roofline.timing import encode_s, kv_tokens, step_s
 from mmserve.shared_buffer import SharedMemory
-from mmserve.sim.hardware import SHAPES, card_of
-from mmserve.sim.timing import amount_of, encode_s, kv_tokens, step_s, work_of
+from mmserve.sim.timing import amount_of, card_of, work_of
 from mmserve.worker.in_order import InOrder
 from mmserve.worker.main import live, prepare_process
 

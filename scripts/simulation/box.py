@@ -28,13 +28,14 @@ from mmserve.plan import DecoderReady, EncodePlan, EncodeResult, StepPlan, StepR
 from mmserve.replica import Replica
 from mmserve.replica_set import ReplicaSet
 from mmserve.request import SamplingParams
+from mmserve.roofline.hardware import LLAMA_8B, LLAMA_70B, Card, DecoderShape
+from mmserve.roofline.timing import encode_s, kv_tokens, step_s
 from mmserve.scheduler.admission import QueueLimits
 from mmserve.scheduler.limits import SchedulerLimits
 from mmserve.scheduler.scheduler import TokenUpdate
 from mmserve.scheduler.sequence import Sequence
 from mmserve.shared_buffer import ITEM_SIZE, BufferSlice, SharedBuffer
-from mmserve.sim.hardware import LLAMA_8B, LLAMA_70B, Card, DecoderShape
-from mmserve.sim.timing import amount_of, encode_s, kv_tokens, step_s, work_of
+from mmserve.sim.timing import amount_of, work_of
 from mmserve.sim.workers import draw
 from mmserve.token_fuser import FusedPrompt, fuse
 from mmserve.worker.in_order import InOrder

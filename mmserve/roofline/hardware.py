@@ -1,8 +1,10 @@
-"""What a simulated device is made of: the figures of a card, and the shape of the decoder that it is taken to hold."""
+"""The figures of a card, and the shape of the decoder that it holds."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 BF16_BYTES = 2
 
@@ -24,11 +26,6 @@ H200 = Card(989e12, 4.8e12, 150e9, 450e9, pictures_per_s=384 * 989 / 312, audio_
 CARDS = {"a100": A100, "h200": H200}
 
 
-def card_of(device: str) -> Card:
-    """`sim:a100:3` -> an A100.  The name was checked when it was parsed as a setting."""
-    return CARDS[device.split(":")[1]]
-
-
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
     """A Llama-like decoder in bf16."""
@@ -40,6 +37,7 @@ class DecoderShape:
     head_dim: int
     body_params: float  # every weight that each token is multiplied with
     head_params: float  # the output projection: only for tokens that are sampled from; the input embedding is as large
+    ties_embeddings: bool = False  # the output projection is the input embedding
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -47,9 +45,21 @@ class DecoderShape:
 
     @property
     def weight_bytes(self) -> float:
-        return (self.body_params + 2 * self.head_params) * BF16_BYTES
+        return (self.body_params + (1 if self.ties_embeddings else 2) * self.head_params) * BF16_BYTES
 
 
 LLAMA_8B = DecoderShape(32, 4096, 32, 8, 128, body_params=6.98e9, head_params=0.525e9)
 LLAMA_70B = DecoderShape(80, 8192, 64, 8, 128, body_params=68.45e9, head_params=1.05e9)
 SHAPES = {"llama-8b": LLAMA_8B, "llama-70b": LLAMA_70B}
+
+
+def shape_of_config(config: Mapping[str, Any]) -> DecoderShape:
+    """From a decoder's complete config, as `composition.decoder_config` makes it.  Norms and biases are too small to count."""
+    hidden, layers, heads, kv_heads, head_dim = (
+        int(config[key]) for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+    )
+    attention = 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim
+    gated_mlp = 3 * hidden * int(config["intermediate_size"])
+    head = hidden * int(config["vocab_size"])
+    body = layers * (attention + gated_mlp)
+    return DecoderShape(layers, hidden, heads, kv_heads, head_dim, body, head, ties_embeddings=bool(config["tie_word_embeddings"]))
