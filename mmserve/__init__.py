@@ -8,6 +8,7 @@ Five floors; imports go down only.
                  modality_router  model_router  token_stream  readiness  quarantine  quota  tenants  tenant_watch  ledger  ledger_tables
                  spool  hit_watch
     departments  scheduler/  encoders/           (they never import each other)
+                 planner/  (formulas alone, with the scheduler's constants)
     memory       paged_kv/
     vocabulary   errors  config  composition  media  request  plan  shared_buffer  transport  child_process  metrics  clock
                  roofline/  (what a card takes for a step)

@@ -14,6 +14,7 @@ COMMANDS = {
     "chat": "talk to a running server in the terminal",
     "tenants": "say who may use a server, and how much",
     "bench": "measure any OpenAI-compatible server under load",
+    "plan": "say how many GPUs a rate takes, how to cut a box up for it, and what it costs",
 }
 _DEFAULT = "serve"
 

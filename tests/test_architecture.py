@@ -35,12 +35,13 @@ MAY_IMPORT = {
     "paged_kv": VOCABULARY,
     "scheduler": VOCABULARY | {"paged_kv"},
     "encoders": VOCABULARY,
+    "planner": VOCABULARY | {"scheduler"},
     **dict.fromkeys(ENGINE, VOCABULARY | {"paged_kv", "scheduler", "encoders"} | ENGINE),
-    **dict.fromkeys(DOORS, VOCABULARY | ENGINE | DOORS),
+    **dict.fromkeys(DOORS, VOCABULARY | ENGINE | DOORS | {"planner"}),
     **dict.fromkeys(BASEMENT, VOCABULARY | BASEMENT),
     "sim": VOCABULARY | {"worker"},
 }
-PURE = {"paged_kv", "scheduler", "roofline", "quota", "token_fuser", "modality_router", "model_router", "quarantine", "hit_watch"}
+PURE = {"paged_kv", "scheduler", "planner", "roofline", "quota", "token_fuser", "modality_router", "model_router", "quarantine", "hit_watch"}
 NOT_PURE = {"asyncio", "socket", "subprocess", "threading", "time", "torch", "transformers"}
 
 MODULES = {
