@@ -41,7 +41,9 @@ MAY_IMPORT = {
     **dict.fromkeys(BASEMENT, VOCABULARY | BASEMENT),
     "sim": VOCABULARY | {"worker"},
 }
-PURE = {"paged_kv", "scheduler", "planner", "roofline", "quota", "token_fuser", "modality_router", "model_router", "quarantine", "hit_watch"}
+PURE = {
+    "paged_kv", "scheduler", "planner", "roofline", "quota", "token_fuser", "modality_router", "model_router", "quarantine", "hit_watch",
+}  # fmt: skip
 NOT_PURE = {"asyncio", "socket", "subprocess", "threading", "time", "torch", "transformers"}
 
 MODULES = {

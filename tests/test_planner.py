@@ -22,6 +22,7 @@ from mmserve.roofline.hardware import A100, H200, LLAMA_8B, LLAMA_70B, shape_of_
 from mmserve.roofline.timing import PUBLISHED_FIT
 from mmserve.scheduler.scheduler import STEP_SHARE
 from scripts.compare_plan import formulas, simulate
+from scripts.simulation import traffic
 
 ALIKE = Workload(
     system_tokens=0, text_spread=0.0, answer_spread=0.0, repeat_rate=0.0, picture_counts=(1.0,), median_clip_s=20.0, clip_spread=0.0
@@ -112,6 +113,25 @@ def test_the_blend_carries_605_tokens_and_a_p99_prompt_of_two_thousand() -> None
     assert prompts.mean(prompts.num_tokens) == pytest.approx(300 + 0.40 * 576 + 0.15 * 500)
     assert p99_prompt(ALIKE) == 2048
     assert p99_prompt(replace(Workload(), picture_counts=(0.5, 0.0, 0.0, 0.0, 0.5))) > 5 * 576
+
+
+def test_the_planner_and_the_simulator_think_of_the_same_traffic() -> None:
+    workload = Workload()
+    requests = traffic.generate((traffic.Traffic(100.0, 0.0, 100.0, repeat_rate=0.0),), seed=3)
+    prompts = prompts_of(workload)
+    assert workload.shares == traffic.BLEND
+    assert workload.picture_counts == traffic.PICTURE_COUNT_SHARES
+    sizes = [width * height for width, height in traffic.PICTURE_SIZES]
+    assert workload.picture_pixels == dict(zip(sizes, traffic.PICTURE_SIZE_SHARES, strict=True))
+    low, high = traffic.BURSTINESS
+    assert workload.tenant_scv == pytest.approx((high**3 - low**3) / 3 / (high - low), rel=0.01)
+    zipf = 1 / np.arange(1, traffic.NUM_TENANTS + 1)
+    assert workload.num_tenants == pytest.approx(zipf.sum() ** 2 / (zipf**2).sum(), rel=0.01)
+    tokens = [request.num_text + 576 * len(request.picture_sizes) + 25 * request.clip_s for request in requests]
+    assert prompts.mean(prompts.num_tokens) == pytest.approx(48 + np.mean(tokens), rel=0.03)
+    assert p99_prompt(workload) == pytest.approx(48 + np.quantile(tokens, 0.99), rel=0.1)
+    answers = np.array([request.num_answer for request in requests])
+    assert workload.mean_answer_position == pytest.approx((answers**2).sum() / answers.sum() / 2, rel=0.05)
 
 
 def test_slices_of_a_distribution_have_its_mean_and_its_quantiles() -> None:

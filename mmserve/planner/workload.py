@@ -15,6 +15,7 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 MODALITIES = ("text", "image", "audio", "image_audio")
 BLEND: Mapping[str, float] = {"text": 0.50, "image": 0.35, "audio": 0.10, "image_audio": 0.05}
+PICTURE_PIXELS: Mapping[int, float] = {640 * 480: 0.40, 1600 * 1200: 0.30, 2592 * 1944: 0.25, 4000 * 3000: 0.05}
 STRIDE = 16  # tokens in a hash of the prefix cache: what a repeat computes again is less than that, and at least one
 NUM_LENGTHS = 8  # of text, and of clips, that stand for all
 MIN_SHARE = 1e-12  # of a prompt that stands for any
@@ -31,7 +32,7 @@ class Workload:
     text_spread: float = 0.6
     picture_tokens: int = 576
     picture_counts: tuple[float, ...] = (0.90, 0.08, 0.02)  # shares of one, two ... in requests that have any
-    picture_pixels: Mapping[float, float] = field(default_factory=lambda: {0.31e6: 0.40, 1.92e6: 0.30, 5.04e6: 0.25, 12e6: 0.05})
+    picture_pixels: Mapping[int, float] = field(default_factory=lambda: dict(PICTURE_PIXELS))  # shares of the sizes
     median_clip_s: float = 12.0
     clip_spread: float = 0.7
     clip_bounds_s: tuple[float, float] = (3.0, 60.0)
@@ -125,7 +126,7 @@ def _rows(workload: Workload, modality: str) -> list[tuple[float, ...]]:
     """In the order of the fields of Prompts."""
     index = MODALITIES.index(modality)
     texts = _lognormal(workload.mean_text, workload.text_spread)
-    counts, sizes, clips = [(0, 1.0)], [(0.0, 1.0)], [0.0]
+    counts, sizes, clips = [(0, 1.0)], [(0, 1.0)], [0.0]
     if "image" in modality:
         counts = [(1 + i, share) for i, share in enumerate(workload.picture_counts)]
         sizes = list(workload.picture_pixels.items())
