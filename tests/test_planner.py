@@ -10,11 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mmserve.bench.client import Outcome
+from mmserve.bench.statistics import summarize
+from mmserve.bench.traffic import Modality
 from mmserve.composition.decoder_config import complete_config
 from mmserve.planner.box import Encoders, Replicas, kinds_of
 from mmserve.planner.costs import costs_by_modality, gpu_s
 from mmserve.planner.fleet import NUM_RANKS, Box, Demand, Part, Slo, Split, num_boxes, ranked
-from mmserve.planner.refit import refit
+from mmserve.planner.refit import BENCH_KEYS, refit
 from mmserve.planner.replica_load import Decoder, Load, ReplicaModel, wait_of
 from mmserve.planner.sheet import plan
 from mmserve.planner.workload import BLEND, MODALITIES, Workload, p99_prompt, prompts_of, quantile
@@ -343,6 +346,29 @@ def test_steps_measured_alone_give_each_efficiency_back() -> None:
     assert fitted.reached.kv_read == pytest.approx(0.5, rel=0.03)
     assert fitted.reached.step_s == pytest.approx(6e-3, rel=0.03)
     assert (fitted.card.pictures_per_s, fitted.card.audio_s_per_s) == (300.0, 1500.0)
+
+
+def test_what_bench_writes_is_what_is_read() -> None:
+    answers = [
+        Outcome(
+            Modality.TEXT,
+            None,
+            "",
+            start_s=i / 4,
+            queue_s=0.0,
+            ttft_s=0.1,
+            itl_s=(0.02,) * 9,
+            latency_s=0.28,
+            input_tokens=50,
+            output_tokens=10,
+        )
+        for i in range(40)
+    ]
+    result = summarize(answers, 10.0, percentiles=(99.0,), goodput={}) | {"repeat_rate": 0.0}
+    assert set(BENCH_KEYS) <= result.keys()
+    fitted = refit(SMALL, [result])
+    workload = text_of(50, mean_answer=10.0)
+    assert model(fitted, workload).at(4.0).mean_step_s == pytest.approx(0.020, rel=0.02)
 
 
 def test_a_file_that_measures_nothing_is_refused() -> None:

@@ -31,6 +31,7 @@ from mmserve.roofline.hardware import CARDS, SHAPES, DecoderShape, shape_of_conf
 DEFAULTS = Workload()
 SCHEDULER = SchedulerConfig()
 USD_LIMIT_PER_1000 = 4.50
+WIDTH = 140  # of tables that don't go to a terminal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(orjson.dumps(_rounded(sheet)).decode())
     else:
-        console = Console(highlight=False)
+        console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
         for table in _tables(args, demand.slo, sheet):
             console.print(table)
             console.print()
@@ -196,7 +197,7 @@ def _modality_table(one_box: Sheet, title: str) -> Table:
         + ", ".join(f"{pool['kind']} {pool['num_replicas']:.1f} x {pool['rows_per_replica']:.0f}" for pool in figures["pools"])
         for decoder, figures in one_box["decoders"].items()
     ]
-    table.caption = f"replicas x rows of {'; '.join(notes)}"
+    table.caption = f"replicas x rows of {'; '.join(notes)}\np99s are estimates, without what fairness between tenants adds"
     if one_box["breaks"]:
         table.caption += f"\nnot kept: {'; '.join(one_box['breaks'])}"
     return table
