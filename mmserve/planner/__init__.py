@@ -5,6 +5,7 @@
     box           eight cards cut up: who goes where, what is carried, what is refused
     fleet         all ways to cut a box up, the best of them, how many boxes a rate takes
     costs         GPU time and dollars by modality
+    sheet         all of that as plain figures
     refit         efficiencies of this machine, from a result of `mmserve bench` or `scripts.gpu_check`
 
 How a step's time comes about stands in `roofline.timing`.  Three more things are needed, and each is a known formula:
