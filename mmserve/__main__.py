@@ -15,6 +15,7 @@ COMMANDS = {
     "tenants": "say who may use a server, and how much",
     "bench": "measure any OpenAI-compatible server under load",
     "plan": "say how many GPUs a rate takes, how to cut a box up for it, and what it costs",
+    "eval": "measure whether its answers are true, and gate deploys on it",
 }
 _DEFAULT = "serve"
 
