@@ -1,4 +1,4 @@
-"""Trains `mmserve-tiny` from nothing and writes its model directory: towers, decoder, joining, export, scores.
+"""Trains `mmserve-tiny` from nothing and writes its model directory: towers, decoder, joining, export, scores, probes.
 
     python -m scripts.train_tiny --work build/tiny
 
@@ -25,7 +25,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from rich.console import Console
 
-from scripts.tiny import export, score
+from scripts.tiny import export, probe, score
 from scripts.tiny.card import Scores
 
 BUNDLED = Path(__file__).resolve().parent.parent / "mmserve" / "models" / "tiny"
@@ -124,6 +124,7 @@ def main() -> None:
     if missed := failures(scores):
         sys.exit("below the bar, not written:\n" + "\n".join(missed))
     num_bytes = export.assemble(options.out, work / "vision", work / "audio", small, large, work / "scores.json")
+    probe.train(options.out)
     Console().print(f"wrote {options.out}, {num_bytes / 1e6:.1f} MB of weights")
 
 

@@ -6,6 +6,7 @@ headers of weights; knows nothing of torch.
 
 from __future__ import annotations
 
+from mmserve.composition.guardrail import GuardrailSpec, read_guardrail
 from mmserve.composition.load import BUNDLED, load_composition
 from mmserve.composition.specs import AudioSpec, ClipSpec, Composition, DecoderSpec, EncoderSpec, PromptFormat, VisionSpec, WhisperSpec
 from mmserve.composition.weights import AS_WRITTEN, BadModel, WeightNames, Weights
@@ -19,10 +20,12 @@ __all__ = [
     "Composition",
     "DecoderSpec",
     "EncoderSpec",
+    "GuardrailSpec",
     "PromptFormat",
     "VisionSpec",
     "WeightNames",
     "Weights",
     "WhisperSpec",
     "load_composition",
+    "read_guardrail",
 ]

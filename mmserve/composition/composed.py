@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from mmserve.composition.decoder_config import complete_config
 from mmserve.composition.files import read_eos_token_ids, read_json, read_prompt_format, read_text
+from mmserve.composition.guardrail import TABLE, parse_guardrail
 from mmserve.composition.picture_fit import Stretch
 from mmserve.composition.specs import ClipSpec, Composition, DecoderSpec, EncoderSpec, WhisperSpec
 from mmserve.composition.weights import BadModel, Weights
@@ -42,7 +43,8 @@ def _compose(directory: Path, data: Mapping[str, Any], template_file: Path | Non
         decoders[name] = DecoderSpec(name, Weights(path), config, prompt, read_eos_token_ids(path, config))
     vision, vision_fallback = _with_fallback(data, "vision", lambda section: _vision(directory, section))
     audio, audio_fallback = _with_fallback(data, "audio", lambda section: _audio(directory, section))
-    return Composition(data["name"], decoders, vision, audio, vision_fallback, audio_fallback)
+    guardrail = parse_guardrail(directory / FILE, data[TABLE]) if TABLE in data else None
+    return Composition(data["name"], decoders, vision, audio, vision_fallback, audio_fallback, guardrail)
 
 
 def _with_fallback(data: Mapping[str, Any], name: str, read: Callable[[Mapping[str, Any]], S]) -> tuple[dict[str, S], dict[str, S]]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mmserve.composition.decoder_config import longest_context
+from mmserve.composition.guardrail import GuardrailSpec
 from mmserve.composition.picture_fit import PictureFit, TileFit
 from mmserve.composition.weights import Weights
 from mmserve.errors import BadRequest, TooLarge
@@ -216,6 +217,7 @@ class Composition:
     audio: Mapping[str, AudioSpec] = field(default_factory=dict)
     vision_fallback: Mapping[str, VisionSpec] = field(default_factory=dict)  # by decoder; for when the encoder fails: as many rows
     audio_fallback: Mapping[str, AudioSpec] = field(default_factory=dict)
+    guardrail: GuardrailSpec | None = None
 
     def fallback(self, kind: MediaKind) -> Composition | None:
         """The same with the fallbacks of this kind as its encoders; None if there are none."""

@@ -54,6 +54,12 @@ tokens_per_second = 25     # a clip of n samples at 16 kHz gives ceil(n / 640) r
 placeholder = "<|audio|><|/audio|>"
 around = ["<|audio|>", "<|/audio|>"]
 projectors = { small = "projectors/audio-small.safetensors", large = "projectors/audio-large.safetensors" }
+
+[guardrail]
+detector = "linear_probe"  # names the rows of a picture: python -m scripts.tiny.probe
+vocabulary = "objects.json"
+probes = { small = "probes/vision-small.safetensors", large = "probes/vision-large.safetensors" }
+threshold = 0.5
 """
 
 
