@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -49,6 +50,16 @@ class ActiveRequest:
     pinned: list[bytes] = field(default_factory=list)
     first_token_s: float | None = None
     last_token_s: float = 0.0
+
+    @property
+    def question(self) -> bytes:
+        """A digest of who asks, the words and the media, whichever encoder makes the rows of these."""
+        sequence = self.choices[0].sequence
+        digest = hashlib.sha256(f"{len(self.request.tenant)} {self.request.tenant}".encode())
+        digest.update(sequence.token_ids[: sequence.num_prompt].tobytes())
+        for item in self.media:
+            digest.update(item.content)
+        return digest.digest()
 
     @property
     def generated_tokens(self) -> int:

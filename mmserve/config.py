@@ -18,6 +18,7 @@ from typing import Any
 
 from mmserve.errors import MmserveError
 from mmserve.media import MediaLimits
+from mmserve.request import GUARDRAIL_MODES
 
 GPU_TPOT_TARGET_MS = 35.0
 CPU_TPOT_TARGET_MS = 1000.0
@@ -113,6 +114,17 @@ class StorageConfig:
 
 
 @dataclass(frozen=True)
+class GuardrailConfig:
+    guardrail: str = option(
+        "off",
+        "what is done about objects in an answer that the vision side didn't see, where a request doesn't say",
+        choices=GUARDRAIL_MODES,
+    )
+    guardrail_table: Path | None = option(None, "TOML file with a [guardrail] table, for a model that brings none")
+    grounding_sample: float = option(0.05, "share of answers about pictures that are looked at afterwards, for metrics alone")
+
+
+@dataclass(frozen=True)
 class ServerConfig:
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0 picks a free one")
@@ -137,6 +149,7 @@ class Config:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     encoder: EncoderConfig = field(default_factory=EncoderConfig)
     storage: StorageConfig = field(default_factory=StorageConfig)
+    guardrail: GuardrailConfig = field(default_factory=GuardrailConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     limits: MediaLimits = field(default_factory=MediaLimits)
 
@@ -195,6 +208,14 @@ def parse_devices(text: str) -> tuple[int, ...]:
     if not devices or len(set(devices)) != len(devices):
         raise ConfigError(f"devices must be distinct and at least one, got {text!r}")
     return tuple(devices)
+
+
+def chosen_device(wanted: str) -> str:
+    """cpu, cuda or a simulated card.  Asks the driver's own device files, since this process never loads torch."""
+    has_cuda = Path("/dev/nvidiactl").exists()
+    if wanted == "cuda" and not has_cuda:
+        raise ConfigError("device cuda was asked for, but this machine shows no NVIDIA device", param="device")
+    return ("cuda" if has_cuda else "cpu") if wanted == "auto" else wanted
 
 
 def device_names(text: str, device: str) -> tuple[str, ...]:

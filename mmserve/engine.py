@@ -14,16 +14,17 @@ import time
 import uuid
 from collections.abc import Collection
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Self
 
 from mmserve.active_request import ActiveRequest, Choice, new_choice, record_timings, take_token
+from mmserve.answer_quality import AnswerQuality
 from mmserve.composition import load_composition
-from mmserve.config import Config, ConfigError, device_names, max_queue_wait_s, tpot_target_ms
+from mmserve.config import Config, chosen_device, device_names, max_queue_wait_s, tpot_target_ms
 from mmserve.decoder_group import DecoderGroup
 from mmserve.decoder_specs import replica_specs
 from mmserve.errors import ENCODER_FAULTS, EncoderUnavailable, MmserveError, Overloaded, RateLimited, WorkerLost
-from mmserve.ledger import Ledger
+from mmserve.guardrail import Guardrail, own_judges
+from mmserve.ledger import Feedback, Ledger
 from mmserve.media import MediaKind, MediaLimits, MediaSpan
 from mmserve.media_service import MediaService
 from mmserve.metrics import Metrics
@@ -88,13 +89,14 @@ class AsyncEngine:
     async def start(self) -> None:
         """Start the workers and send a real token, image and clip through them.  Raises WorkerFailedToStart."""
         model, encoder = self.config.model, self.config.encoder
-        device = _device(model.device)
+        device = chosen_device(model.device)
         dtype = model.dtype if model.dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
         num_threads = model.worker_threads or max(1, (os.cpu_count() or 1) // 2)
         async with AsyncExitStack() as stack:
             self.ledger = Ledger(self.config.storage.ledger)
             stack.callback(self.ledger.close)
-            self._records = RequestRecords(self.ledger, self.metrics)
+            self._quality = AnswerQuality(self.ledger, self.metrics)
+            self._records = RequestRecords(self.ledger, self.metrics, self._quality)
             buffer = SharedBuffer(encoder.shared_buffer_bytes)
             stack.callback(buffer.memory.close)
             self._media = MediaService(
@@ -113,6 +115,9 @@ class AsyncEngine:
             }
             await stack.enter_async_context(self._media.running(devices, num_threads))
             self._prompts = PromptMaker(self._media, self.tokenizers)
+            judges = await asyncio.to_thread(own_judges, self.config, self.composition, device)
+            self.guardrail = Guardrail(self.config.guardrail, judges, self._media, self.tokenizers, self._quality, self.metrics)
+            stack.push_async_callback(self.guardrail.close)
             self._groups = {}
             stack.push_async_callback(self._close_groups)
             for name in self.composition.decoders:
@@ -181,6 +186,14 @@ class AsyncEngine:
 
     async def submit(self, request: ChatRequest) -> Generation:
         """Returns once the request is admitted: counted, within every limit, queued.  Raises MmserveError when refused."""
+        active = await self._admit(self.guardrail.resolve(request))
+        self._quality.note_question(active.question, active.route.modality_mix, active.arrival_s)
+        return self.guardrail.guard(active, self._admit)
+
+    def record_feedback(self, feedback: Feedback) -> None:
+        self._quality.note_feedback(feedback, time.monotonic())
+
+    async def _admit(self, request: ChatRequest) -> ActiveRequest:
         self.check_room(request.tenant)
         self._num_preparing += 1
         try:
@@ -192,7 +205,7 @@ class AsyncEngine:
             self._num_preparing -= 1
             self._idle.set()
 
-    async def _submit(self, request: ChatRequest, *, recorded: bool) -> Generation:
+    async def _submit(self, request: ChatRequest, *, recorded: bool) -> ActiveRequest:
         arrival_s = time.monotonic()
         routed = route(request.media, has_text=request.num_characters > 0, limits=self.limits)
         choice = choose_model(
@@ -219,7 +232,7 @@ class AsyncEngine:
         except BaseException:
             self.quotas.settle(reservation, 0, time.monotonic())
             raise
-        return self._activate(request, routed, choice, prompt, reservation, num_bytes, arrival_s, recorded).generation
+        return self._activate(request, routed, choice, prompt, reservation, num_bytes, arrival_s, recorded)
 
     def _check(self, request: ChatRequest, model: str, prompt: Prompt) -> int:
         """Most tokens that each sequence may reach.  Raises the error of whatever limit it would break."""
@@ -401,6 +414,7 @@ class AsyncEngine:
         generation.usage = active.usage()
         generation.timings = record_timings(active, now_s)
         self._withdraw(active)
+        self.guardrail.sample(active, reason)
         for key in active.pinned:
             self._media.cache.unpin(key)
         self._media.room.give_back(active.num_media_bytes)
@@ -413,7 +427,7 @@ class AsyncEngine:
     async def _prove(self) -> None:
         """A real token, image and clip, through the real path, on every decoder: only then is the engine ready."""
         for request in proof_requests(self.composition, [kind for kind in self._media.kinds if self._media.works(kind)]):
-            async for _ in await self._submit(request, recorded=False):
+            async for _ in (await self._submit(request, recorded=False)).generation:
                 pass
         self._proven = frozenset(self.composition.modalities)
 
@@ -475,11 +489,3 @@ class AsyncEngine:
 
     def _count_restart(self, role: str) -> None:
         self.metrics.worker_restarts.labels(role).inc()
-
-
-def _device(wanted: str) -> str:
-    """cpu, cuda or a simulated card.  Asks the driver's own device files, since this process never loads torch."""
-    has_cuda = Path("/dev/nvidiactl").exists()
-    if wanted == "cuda" and not has_cuda:
-        raise ConfigError("device cuda was asked for, but this machine shows no NVIDIA device", param="device")
-    return ("cuda" if has_cuda else "cpu") if wanted == "auto" else wanted

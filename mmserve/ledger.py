@@ -120,7 +120,24 @@ class Feedback:
         regenerated = max(regenerated, excluded.regenerated), created_at = excluded.created_at"""
 
 
-Event = RequestRow | CacheEvent | CacheDropped | CacheMoved | CacheExpired | CacheReopened | Feedback
+@dataclass(frozen=True, slots=True)
+class GroundingRow:
+    """What the vision side saw of the objects that an answer names."""
+
+    request_id: str
+    mode: str  # flag, regenerate or sample
+    outcome: str  # supported, regenerated, unsupported, unchecked or unavailable
+    grounding_score: float | None  # share of the mentions that are supported; None: nothing was checked
+    num_mentions: int  # that could be checked
+    num_unsupported: int
+    num_draws: int
+    created_at: float  # seconds since the epoch
+
+    sql = """INSERT INTO grounding VALUES (:request_id, :mode, :outcome, :grounding_score, :num_mentions, :num_unsupported, :num_draws,
+        :created_at) ON CONFLICT (request_id) DO NOTHING"""
+
+
+Event = RequestRow | CacheEvent | CacheDropped | CacheMoved | CacheExpired | CacheReopened | Feedback | GroundingRow
 _EVENTS: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}
 # A row at fault, not the database: a constraint, or a value of no type that SQLite has.
 _REFUSED = (sqlite3.IntegrityError, sqlite3.ProgrammingError, sqlite3.InterfaceError, OverflowError)
@@ -173,6 +190,9 @@ class Ledger:
 
     def record_feedback(self, feedback: Feedback) -> None:
         self._record(feedback)
+
+    def record_grounding(self, row: GroundingRow) -> None:
+        self._record(row)
 
     def flush(self) -> bool:
         """Wait until all that was recorded has been tried; True if everything is in the database, spooled rows included.  Blocks.

@@ -14,7 +14,7 @@ from sqlite_utils import Database
 
 from mmserve.config import ConfigError
 
-SCHEMA_VERSION = 2  # 2 added tenant_key
+SCHEMA_VERSION = 3  # 2 added tenant_key, 3 grounding
 _TABLES = (
     """CREATE TABLE IF NOT EXISTS inference_requests (
         request_id TEXT PRIMARY KEY,
@@ -57,12 +57,23 @@ _TABLES = (
         created_at REAL NOT NULL,
         PRIMARY KEY (request_id, tenant_id)
     )""",
+    """CREATE TABLE IF NOT EXISTS grounding (
+        request_id TEXT PRIMARY KEY,
+        mode TEXT NOT NULL CHECK (mode IN ('flag', 'regenerate', 'sample')),
+        outcome TEXT NOT NULL CHECK (outcome IN ('supported', 'regenerated', 'unsupported', 'unchecked', 'unavailable')),
+        grounding_score REAL CHECK (grounding_score BETWEEN 0 AND 1),
+        num_mentions INTEGER NOT NULL CHECK (num_mentions >= 0),
+        num_unsupported INTEGER NOT NULL CHECK (num_unsupported BETWEEN 0 AND num_mentions),
+        num_draws INTEGER NOT NULL CHECK (num_draws BETWEEN 1 AND 2),
+        created_at REAL NOT NULL
+    )""",
     "CREATE TABLE IF NOT EXISTS spool_imported (name TEXT PRIMARY KEY)",
 )
 _INDEXES = (
     ("inference_requests", ("tenant_id", "created_at")),
     ("inference_requests", ("created_at",)),
     ("media_embedding_cache", ("expires_at",)),
+    ("grounding", ("created_at",)),
 )
 
 

@@ -8,6 +8,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.9, 1.5, 3.0, 6.0, 15.0, 3
 _STEP = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.035, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 _LAG = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 _BATCH = (1, 2, 4, 8, 16, 24, 32, 48)
+_SHARE = (0.0, 0.1, 0.25, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.99, 1.0)
 _TOKENS = (16, 64, 256, 600, 1200, 2400, 4800, 9600, 19200)
 
 
@@ -61,6 +62,14 @@ class Metrics:
         self.cache_unexplained_hits = counter("cache_unexplained_hits", "Embedding cache hits that no earlier request explains")
         self.cache_hit_rate_alarms = counter("cache_hit_rate_alarms", "Times that somebody was told of unexplained hits")
         self.event_loop_lag_seconds = histogram("event_loop_lag_seconds", "How late a timer of the main loop fires", _LAG)
+        self.grounding_score = histogram(
+            "grounding_score", "Share of an answer's objects that the vision side saw", _SHARE, ("model_name", "modality_mix", "mode")
+        )
+        self.grounding_samples_left_out = counter("grounding_samples_left_out", "Sampled answers that could not be looked at", ("reason",))
+        self.guardrail_flags = counter("guardrail_flags", "Answers that went through the guardrail", ("model_name", "mode", "outcome"))
+        self.feedback_ratings = counter("feedback_ratings", "Answers rated, each once", ("rating", "modality_mix"))
+        self.regenerations = counter("regenerations", "Answers asked for again within minutes", ("modality_mix", "seen_by"))
+        self.quality_alarms = counter("quality_alarms", "Times that somebody was told of a share that rose", ("what", "modality_mix"))
         self.gpu_seconds = counter("gpu_seconds", "Compute seconds by stage", ("stage",))
 
     def render(self) -> bytes:

@@ -14,6 +14,7 @@ Part = str | MediaItem
 """One piece of a message's content, in the client's order."""
 
 
+GUARDRAIL_MODES = ("off", "flag", "regenerate")
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256  # characters
 MAX_LOGIT_BIAS = 1024
@@ -95,6 +96,7 @@ class ChatRequest:
     request_id: str = ""  # the client's or the door's, for logs and headers; never a key
     raw_prompt: bool = False
     allow_degraded: bool = False  # rather without media whose encoder fails than not at all
+    guardrail: str | None = None  # one of GUARDRAIL_MODES; None: the server's default
 
     @property
     def num_characters(self) -> int:

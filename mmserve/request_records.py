@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mmserve.active_request import ActiveRequest
+from mmserve.answer_quality import AnswerQuality
 from mmserve.encoders.embedding_cache import CacheEvent
 from mmserve.ledger import CacheDropped, CacheMoved, Ledger, RequestRow
 from mmserve.ledger import CacheEvent as CacheRow
@@ -11,9 +12,10 @@ from mmserve.request import FinishReason
 
 
 class RequestRecords:
-    def __init__(self, ledger: Ledger, metrics: Metrics) -> None:
+    def __init__(self, ledger: Ledger, metrics: Metrics, quality: AnswerQuality) -> None:
         self._ledger = ledger
         self._metrics = metrics
+        self._quality = quality
 
     def record_end(self, active: ActiveRequest, reason: FinishReason, now_s: float) -> None:
         """Its usage and timings must have been settled."""
@@ -32,6 +34,8 @@ class RequestRecords:
         if ttft_s is not None:
             metrics.request_prefill_time_seconds.labels(model).observe(generation.timings["prefill"])
             metrics.time_to_first_token_seconds.labels(model, mix).observe(ttft_s)
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._quality.note_answer(generation.request_id, active.question, active.request.tenant, mix, now_s)
         self._ledger.record_request(
             RequestRow(
                 request_id=generation.request_id,

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from mmserve.errors import MmserveError
+from mmserve.grounding.verdict import Report
 from mmserve.request import FinishReason, MediaNotice, TokenLogprob, Usage
 
 
@@ -46,6 +47,7 @@ class Generation:
         self.degraded: tuple[MediaNotice, ...] = ()  # items that were left out; certain with the first delta
         self.fallback: tuple[MediaNotice, ...] = ()  # items that a fallback encoder encoded; likewise
         self.timings: dict[str, float] = {}  # seconds by stage
+        self.grounding: Report | None = None  # what the guardrail found, there before the last delta; None: it wasn't asked
         self.on_cancel: Callable[[], None] | None = None
         self._waiting: list[Delta] = []
         self.num_choices = num_choices

@@ -98,6 +98,9 @@ class FakeEngine:
                 self.changed.clear()
                 await self.changed.wait()
 
+    def record_feedback(self, feedback: Feedback) -> None:
+        self.ledger.record_feedback(feedback)
+
     async def start(self) -> None: ...
 
     async def close(self) -> None: ...

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import orjson
 
 from mmserve.gateway.sse import event
+from mmserve.grounding.verdict import Report
 from mmserve.request import FinishReason, TokenLogprob, Usage
 from mmserve.token_stream import Delta, Generation
 
@@ -160,8 +161,8 @@ class Answer:
         return b"".join(pieces)
 
     def closing(self) -> bytes:
-        """What follows the last choice's end: usage and explanation, if the client asked for them."""
-        if not self._usage_in_chunks and not self._explain:
+        """What follows the last choice's end: usage, explanation and what the guardrail found, if the client asked for them."""
+        if not self._usage_in_chunks and not self._explain and self._generation.grounding is None:
             return b""
         chunk: dict[str, Any] = self._head | {"object": self._schema.chunk_object, "choices": []}
         if self._usage_in_chunks:
@@ -185,7 +186,11 @@ class Answer:
         return body | self._explanation()
 
     def _explanation(self) -> dict[str, Any]:
-        return {"mmserve": explanation(self._generation) | notices(self._generation)} if self._explain else self._said()
+        generation = self._generation
+        explained = explanation(generation) if self._explain else {}
+        grounded = {} if generation.grounding is None else {"guardrail": report_object(generation.grounding)}
+        told = explained | notices(generation) | grounded
+        return {"mmserve": told} if told else {}
 
     def _said(self) -> dict[str, Any]:
         """What a client is told of its media, asked or not."""
@@ -213,6 +218,32 @@ def notices(generation: Generation) -> dict[str, Any]:
     return {name: [{"kind": one.kind, "index": one.index, "reason": one.reason} for one in found] for name, found in kinds.items() if found}
 
 
+def report_object(report: Report) -> dict[str, Any]:
+    """What the guardrail found.  `start` and `stop` count characters of the choice's text; a `score` says how likely an object is there."""
+    choices = [
+        {
+            "index": index,
+            "score": _rounded(verdict.score),
+            "unsupported": verdict.unsupported,
+            "mentions": [
+                {
+                    "object": finding.mention.name,
+                    "text": finding.text,
+                    "start": finding.mention.start,
+                    "stop": finding.mention.stop,
+                    "stance": finding.mention.stance.value,
+                    "score": _rounded(finding.score),
+                    "supported": finding.is_supported,
+                }
+                for finding in verdict.findings
+            ],
+        }
+        for index, verdict in enumerate(report.verdicts)
+    ]
+    head = {"mode": report.mode, "outcome": report.outcome, "score": _rounded(report.score), "draws": report.num_draws}
+    return head | {"choices": choices}
+
+
 def explanation(generation: Generation) -> dict[str, Any]:
     media = [
         {"kind": item.kind, "hash": item.content_hash, "tokens": item.num_tokens, "source": item.source}
@@ -235,6 +266,10 @@ def server_timing(timings: Mapping[str, float]) -> str:
 
 def _reason(reason: FinishReason | None) -> str | None:
     return None if reason is None else reason.value
+
+
+def _rounded(score: float | None) -> float | None:
+    return None if score is None else round(score, 4)
 
 
 def _finite(logprob: float) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mmserve.errors import BadRequest
 from mmserve.gateway.fields import Fields
 from mmserve.media import MediaKind, MediaLimits
-from mmserve.request import MAX_LOGIT_BIAS, ChatRequest, SamplingParams
+from mmserve.request import GUARDRAIL_MODES, MAX_LOGIT_BIAS, ChatRequest, SamplingParams
 from mmserve.tenants import DEFAULT_TENANT
 
 NotOffered = Mapping[str, tuple[Collection[object], str]]
@@ -78,6 +78,7 @@ class Common:
     include_usage: bool
     explain: bool
     allow_degraded: bool
+    guardrail: str | None
 
 
 def parse_common(fields: Fields, bounds: Bounds, caller: Caller, *, logprobs: int | None, default_max_tokens: int | None = None) -> Common:
@@ -92,6 +93,7 @@ def parse_common(fields: Fields, bounds: Bounds, caller: Caller, *, logprobs: in
         include_usage=_include_usage(fields, stream),
         explain=fields.flag("explain") or False,
         allow_degraded=fields.flag("allow_degraded") or False,
+        guardrail=fields.choice("guardrail", GUARDRAIL_MODES),
     )
 
 

@@ -53,6 +53,7 @@ def parse_chat(data: bytes, bounds: Bounds, caller: Caller) -> Call:
         cache_salt=common.cache_salt,
         tenant=caller.tenant,
         request_id=caller.request_id,
+        guardrail=common.guardrail,
         allow_degraded=common.allow_degraded,
     )
     return Call(request, common.stream, common.include_usage, common.explain)

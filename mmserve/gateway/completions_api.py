@@ -33,6 +33,7 @@ def parse_completion(data: bytes, bounds: Bounds, caller: Caller) -> Call:
         cache_salt=common.cache_salt,
         tenant=caller.tenant,
         request_id=caller.request_id,
+        guardrail=common.guardrail,
         raw_prompt=True,
     )
     return Call(request, common.stream, common.include_usage, common.explain)

@@ -42,6 +42,7 @@ def parse_generate(body: bytes, boundary: bytes, bounds: Bounds, caller: Caller)
         cache_salt=common.cache_salt,
         tenant=caller.tenant,
         request_id=caller.request_id,
+        guardrail=common.guardrail,
         allow_degraded=common.allow_degraded,
     )
     check_media_counts([item.kind for item in request.media], bounds.limits, "prompt")

@@ -56,7 +56,7 @@ async def feedback(request: web.Request) -> web.StreamResponse:
     state = request.app[STATE]
     with state.bodies.enter() as held:
         data = await read_body(request, state.config.server, held)
-    state.engine.ledger.record_feedback(parse_feedback(data, tenant=request[TENANT].tenant_id, now_s=time.time()))
+    state.engine.record_feedback(parse_feedback(data, tenant=request[TENANT].tenant_id, now_s=time.time()))
     return web.json_response({"object": "feedback", "recorded": True})
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from mmserve.gateway import call, chat_api, completions_api, feedback_api
 from mmserve.gateway.call import Bounds, NotOffered
 from mmserve.media import MediaLimits
-from mmserve.request import MAX_LOGIT_BIAS, MAX_STOP_LENGTH, MAX_STOPS, RANGES, SamplingParams
+from mmserve.request import GUARDRAIL_MODES, MAX_LOGIT_BIAS, MAX_STOP_LENGTH, MAX_STOPS, RANGES, SamplingParams
 
 Schema = dict[str, Any]
 
@@ -132,6 +132,8 @@ def _common(bounds: Bounds, models: Collection[str], *, default_max_tokens: int 
         "cache_salt": optional({"type": "string", "maxLength": call.MAX_SALT_LENGTH}),
         "allow_degraded": optional({"type": "boolean"})
         | {"description": "media whose encoder fails are left out, and `mmserve.degraded` says which; else that is a 503"},
+        "guardrail": optional({"enum": list(GUARDRAIL_MODES)})
+        | {"description": "objects that the answer names held against the pictures: `mmserve.guardrail` tells, or it is drawn once more"},
         "explain": optional({"type": "boolean"}) | {"description": "adds `mmserve`: route, where media came from, time of each stage"},
         **{name: {"description": "ignored"} for name in call.HARMLESS},
     }
