@@ -132,10 +132,8 @@ class Guardrail:
     def sample(self, active: ActiveRequest, reason: FinishReason) -> None:
         """A request has ended, and its rows are still held.  Perhaps look at what it said, when there is time."""
         pictures = _pictures(active)
-        if not (self._judges and pictures and active.recorded and reason in _ANSWERED) or active.request.guardrail in (
-            "flag",
-            "regenerate",
-        ):
+        is_told = active.request.guardrail in ("flag", "regenerate")
+        if is_told or not (self._judges and pictures and active.recorded and reason in _ANSWERED):
             return
         if self._lot.random() >= self._config.grounding_sample:
             return

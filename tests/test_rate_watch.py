@@ -43,6 +43,13 @@ def test_nothing_is_said_before_there_is_a_past() -> None:
     assert [watch.note(True, i * 1.0) for i in range(800)] == [None] * 800
 
 
+def test_after_a_past_without_a_single_one_the_first_few_are_no_alarm() -> None:
+    watch = RateWatch()
+    assert [watch.note(False, 10.0 * i) for i in range(500)] == [None] * 500
+    assert [watch.note(True, 5000.0 + i) for i in range(3)] == [None] * 3
+    assert any(watch.note(True, 5003.0 + i) for i in range(20))
+
+
 def test_what_was_becomes_the_past_and_the_new_share_is_soon_the_usual_one() -> None:
     watch, rng = RateWatch(past_s=3600.0), random.Random(3)
     run(watch, rng, 0.05, start_s=0.0, num_trials=1000, every_s=5.0)

@@ -42,9 +42,10 @@ class _Cue(Enum):
 
 _CUES: dict[_Cue, tuple[str, ...]] = {
     _Cue.NO: ("no", "zero", "0", "neither", "without", "lacking", "lacks", "lack", "free of", "absence of", "instead of", "rather than"),
-    _Cue.NOT: ("not", "never", "none", "whether", "if", "no longer"),
+    _Cue.NOT: ("not", "never", "none", "nothing", "whether", "if", "no longer"),
     _Cue.BUT: (
         "but", "however", "though", "although", "except", "yet", "while", "whereas", "only", "just", "instead",
+        "nothing but", "none other than",
     ),
     _Cue.ABSENT: (
         "not there", "not visible", "not present", "not shown", "not seen", "not be seen", "not to be seen", "not found", "not here",
@@ -53,12 +54,12 @@ _CUES: dict[_Cue, tuple[str, ...]] = {
     ),
     _Cue.HEAR: (
         "hear", "hears", "heard", "hearing", "say", "says", "said", "saying", "spoken", "speaks", "word", "words", "voice", "sound",
-        "sounds", "clip", "audio", "recording", "text reads", "sign reads", "reads", "written", "labeled", "labelled", "called", "named",
+        "sounds", "clip", "audio", "recording", "text reads", "sign reads", "caption reads", "written", "labeled", "labelled",
     ),
     _Cue.SEE: ("see", "sees", "seen", "picture", "pictures", "image", "images", "photo", "photos", "show", "shows", "shown", "visible"),
     _Cue.NOTHING: (
-        "not only", "not just", "no doubt", "no wonder", "no matter", "no fewer than", "no less than", "no more than", "nothing but",
-        "none other than", "as if", "sounds like", "sound like",
+        "not only", "not just", "no doubt", "no wonder", "no matter", "no fewer than", "no less than", "no more than", "as if",
+        "would say", "i'd say", "in other words",
     ),
 }  # fmt: skip
 _OPENERS = frozenset(words_of("i you he she it we they there here this that these those"))  # of a new clause, behind a comma or an "and"
@@ -67,7 +68,7 @@ _DETERMINERS = frozenset(
 )
 _IRREGULAR_NOTS = {"can't": ("can", "not"), "won't": ("will", "not"), "shan't": ("shall", "not"), "cannot": ("can", "not")}
 _TOKEN = re.compile(
-    rf"(?P<word>{WORD})|(?P<end>(?<!\d)[.]|[.](?!\d)|[!?;:])|(?P<pause>[,\n()\u2013\u2014])|(?P<joint>(?<=[^\W_])[-_](?=[^\W_]))"
+    rf"(?P<word>{WORD})|(?P<end>(?<!\d)[.]|[.](?!\d)|[!?;])|(?P<pause>[,:\n()\u2013\u2014])|(?P<joint>(?<=[^\W_])[-_](?=[^\W_]))"
 )
 
 
