@@ -299,6 +299,9 @@ async def test_rows_that_are_gone_while_their_prompt_is_cached_are_fetched_again
     house.engine.guardrail._seen.clear()
     for entry in list(cache._entries.values()):
         cache._drop(entry)
+    left_out = house.reading("grounding_samples_left_out_total", reason="no_rows")
+    await house.ask(CAT, question)  # for a sample nothing is fetched
+    assert house.reading("grounding_samples_left_out_total", reason="no_rows") == left_out + 1
     again = await house.ask(CAT, question, guardrail="flag", explain=True)
     assert [item["source"] for item in again["mmserve"]["media"]] == ["kv"]
     assert again["mmserve"]["guardrail"] == first["mmserve"]["guardrail"]
