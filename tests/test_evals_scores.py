@@ -70,6 +70,13 @@ def test_figures_of_a_handful(golden: GoldenSet) -> None:
     assert figures.yes_bias == 0.5  # yes twice, of one that was right
 
 
+def test_declining_what_can_not_be_answered_is_no_refusal(golden: GoldenSet) -> None:
+    unanswerable = Item("u", ("Who painted this?",), "decline", AnswerKind.SHORT, ("I can't tell.",))
+    answers = [score(unanswerable, "u", "I can't tell.", golden.vocabulary), scored(golden, "hello", "I'm sorry, I can't say that.")]
+    refusals = Figures.of(answers).refusals
+    assert (refusals.count, refusals.total) == (1, 1)
+
+
 def test_a_yes_names_what_was_asked_about_where_only_that_is_annotated(golden: GoldenSet) -> None:
     item = Item("p", (PICTURE, "Is there a cat?"), "pope", AnswerKind.YES_NO, ("no",), objects=frozenset(), asks_about="cat")
     assert score(item, "p", "Yes.", golden.vocabulary).hallucinated == {"cat"}
@@ -129,6 +136,16 @@ def test_hallucination_alone_stops_a_deploy() -> None:
     answers = many(300, 300, named="dog", there=frozenset({"dog"})) + many(20, 20, named="cat", there=frozenset({"dog"}))
     decision = decide(by_slice(answers), None, (), Bars(accuracy=0.5))
     assert [(finding.metric, finding.is_breach) for finding in decision.findings] == [("hallucinated-object rate", True)]
+
+
+def test_a_few_mentions_prove_no_low_rate() -> None:
+    answers = many(400, 400) + many(30, 30, named="dog", there=frozenset({"dog"}))
+    decision = decide(by_slice(answers), None, (), Bars())
+    assert decision.outcome is Outcome.UNDECIDED
+    assert [str(finding) for finding in decision.findings] == [
+        "image: hallucinated-object rate is 0.000 of 30, at most 0.083 (95 %); must be less than 0.04; "
+        "too few to be sure: it would take about 65"
+    ]
 
 
 def test_answers_that_depend_on_a_cache_stop_a_deploy() -> None:
