@@ -12,6 +12,7 @@ import argparse
 import io
 import json
 import random
+import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,12 +23,13 @@ import soundfile
 from PIL import Image
 from rich.progress import track
 
+from mmserve.composition import BUNDLED
 from mmserve.evals.golden import ITEMS, VOCABULARY, load_golden_set
 from scripts.tiny import questions, smalltalk
 from scripts.tiny.clips import make_clip
 from scripts.tiny.questions import Question
 from scripts.tiny.render import render
-from scripts.tiny.world import COLORS, KINDS, PLURALS, SAMPLE_RATE, SOUNDS, Scene, Utterance, sample_scene
+from scripts.tiny.world import COLORS, KINDS, SAMPLE_RATE, SOUNDS, Scene, Utterance, sample_scene
 
 FIRST_SEED = 2**30 + 2_000_000  # held out from training, and apart from the items other scores use
 NUM_PICTURES = 360  # even: half as many pairs
@@ -229,8 +231,7 @@ def make(target: Path, *, lossless: bool) -> dict[str, Any]:
     maker = Maker(target, lossless=lossless)
     lines = list(all_items(maker))
     (target / ITEMS).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    plurals = {kind: [plural] if (plural := PLURALS[kind]) != kind else [] for kind in KINDS}
-    (target / VOCABULARY).write_text(json.dumps(plurals, indent=1) + "\n")
+    shutil.copy(BUNDLED / "objects.json", target / VOCABULARY)  # what the guardrail looks for, too
     golden = load_golden_set(target)
     clusters = golden.clusters()
     return {

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.progress import Progress
 from safetensors.torch import load_file, save_file
 
-import mmserve
+from mmserve import composition
 from mmserve.evals.compare import compare
 from mmserve.evals.endpoint import Endpoint
 from mmserve.evals.golden import BUNDLED, GoldenSet, load_golden_set
@@ -36,7 +36,6 @@ from mmserve.evals.report import report_of
 from mmserve.evals.session import Settings, evaluate
 from scripts.loopback import given_or_own_server, loopback_url, server
 
-TINY = Path(mmserve.__file__).parent / "models" / "tiny"
 STALE_EVERY = 10
 # The slices that a fault must show in.  Text never sees one.
 MUST_CATCH = {"adapter": {"image", "images", "image+audio"}, "swapped": {"images"}, "stale": {"image"}}
@@ -50,7 +49,7 @@ Body = dict[str, Any]
 def damage_adapter(directory: Path, noise: float) -> Path:
     """A copy of the bundled model whose vision projectors carry noise, in units of each tensor's own spread."""
     copy = directory / "damaged"
-    shutil.copytree(TINY, copy)
+    shutil.copytree(composition.BUNDLED, copy)
     random = torch.Generator().manual_seed(0)
     for path in sorted(copy.glob("projectors/vision-*.safetensors")):
         noisy = {

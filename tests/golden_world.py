@@ -18,7 +18,7 @@ from mmserve.request import ChatRequest
 from mmserve.token_stream import Generation
 
 COLORS = {"red": (200, 0, 0), "blue": (0, 0, 200)}
-VOCABULARY = {"dog": ["puppy"], "cat": [], "bird": []}
+VOCABULARY = {"objects": {"dog": ["puppy"], "cat": [], "bird": []}}
 LINES: list[dict[str, Any]] = [
     {"id": "hello", "parts": ["Say hello."], "category": "talk", "kind": "short", "expected": ["Hello", "Hi"]},
     {"id": "dog?", "parts": [{"image": "red.png"}, "Is there a dog?"], "category": "presence", "kind": "yes_no", "expected": "yes",

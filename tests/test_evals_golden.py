@@ -79,8 +79,8 @@ def test_a_missing_field_an_id_used_twice_and_lines_that_are_not_json(tmp_path: 
 
 def test_a_vocabulary_with_two_meanings_is_refused(tmp_path: Path) -> None:
     world.write_set(tmp_path / "set")
-    (tmp_path / "set" / "vocabulary.json").write_text('{"a": ["c"], "b": ["c"]}')
-    with pytest.raises(BadGoldenSet, match=r"vocabulary.json: 'c' stands for both 'a' and 'b'"):
+    (tmp_path / "set" / "vocabulary.json").write_text('{"objects": {"a": ["c"], "b": ["c"]}}')
+    with pytest.raises(BadGoldenSet, match=r"vocabulary.json: 'c' stands for 'b' and for something else"):
         load_golden_set(tmp_path / "set")
 
 
@@ -175,7 +175,7 @@ def test_coco_instances_and_captions_become_descriptions_to_ask_for(tmp_path: Pa
     captions = {"annotations": [{"image_id": 7, "caption": "A puppy and a cat, no bird."}]}
     (tmp_path / "instances.json").write_text(json.dumps(instances))
     (tmp_path / "captions.json").write_text(json.dumps(captions))
-    (tmp_path / "synonyms.txt").write_text("dog, puppy\ncat\nbird\ntable, dining table\n")
+    (tmp_path / "synonyms.txt").write_text("dog, puppy, cat\ncat, puppy\nbird\ntable, dining table\n")
     golden = import_chair(
         tmp_path / "instances.json", tmp_path / "synonyms.txt", pictures, tmp_path / "set", captions=tmp_path / "captions.json"
     )

@@ -16,7 +16,7 @@ from mmserve.evals.endpoint import Endpoint
 from mmserve.evals.golden import AnswerKind, BadGoldenSet, Item
 from mmserve.evals.judge import Judge, JudgeFailed, judge_all
 from mmserve.evals.scoring import Ruling, Scored, failed, score
-from mmserve.evals.wording import Vocabulary
+from mmserve.grounding.vocabulary import Vocabulary
 
 WORDS = Vocabulary({"dog": [], "cat": [], "bird": []})
 PARK = Item("park", ("What is there?",), "describe", AnswerKind.OPEN, ("A dog runs.",), objects=frozenset({"dog", "bird"}))

@@ -6,7 +6,7 @@ docs/evals.md describes the fields.  It is parsed once, here: what is wrong with
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -14,7 +14,9 @@ from typing import Any
 
 import orjson
 
-from mmserve.evals.wording import Vocabulary, declines
+from mmserve.config import ConfigError
+from mmserve.evals.wording import declines, normal_form, object_of
+from mmserve.grounding.vocabulary import Vocabulary
 from mmserve.media import MediaKind
 
 BUNDLED = Path(__file__).parent / "tiny"
@@ -225,7 +227,7 @@ def _check(record: Record, item: Item, vocabulary: Vocabulary) -> None:
         allowed = {"yes", "no"}
     elif item.kind is AnswerKind.CHOICE:
         allowed = set(item.choices)
-        if len({vocabulary.normal_form(choice) for choice in item.choices} - {()}) < max(2, len(item.choices)):
+        if len({normal_form(choice, vocabulary) for choice in item.choices} - {()}) < max(2, len(item.choices)):
             raise record.error("choices", "must be two or more that differ in normal form")
     else:
         allowed = {answer for _, answer in answers}
@@ -274,7 +276,7 @@ def _kind(record: Record) -> AnswerKind:
 def _objects(record: Record, vocabulary: Vocabulary) -> frozenset[str]:
     found = set()
     for term in record.texts("objects"):
-        word = vocabulary.canonical(term)
+        word = object_of(term, vocabulary)
         if word is None:
             raise record.error("objects", f"{term!r} is not in {VOCABULARY}")
         found.add(word)
@@ -285,7 +287,7 @@ def _asks_about(record: Record, vocabulary: Vocabulary) -> str | None:
     if not record.has("asks_about"):
         return None
     term = record.text("asks_about")
-    word = vocabulary.canonical(term)
+    word = object_of(term, vocabulary)
     if word is None:
         raise record.error("asks_about", f"{term!r} is not in {VOCABULARY}")
     return word
@@ -294,15 +296,10 @@ def _asks_about(record: Record, vocabulary: Vocabulary) -> str | None:
 def _load_vocabulary(path: Path) -> Vocabulary:
     if not path.exists():
         return Vocabulary({})
-    table = _parsed(read_text(path), str(path))
-    if not isinstance(table, Mapping) or not all(
-        isinstance(terms, list) and all(isinstance(term, str) for term in terms) for terms in table.values()
-    ):
-        raise BadGoldenSet(f"{path}: must map each object to a list of its synonyms")
     try:
-        return Vocabulary(table)
-    except ValueError as error:
-        raise BadGoldenSet(f"{path}: {error}") from None
+        return Vocabulary.read(path)
+    except ConfigError as error:
+        raise BadGoldenSet(error.message) from None
 
 
 def read_text(path: Path) -> str:

@@ -13,8 +13,10 @@ from typing import Any
 
 import orjson
 
+from mmserve.config import ConfigError
 from mmserve.evals.golden import ITEMS, VOCABULARY, BadGoldenSet, GoldenSet, Record, load_golden_set, read_lines, read_text
-from mmserve.evals.wording import Vocabulary
+from mmserve.evals.wording import named, object_of
+from mmserve.grounding.vocabulary import Vocabulary
 
 DESCRIBE = "Please describe this image in detail."
 _POPE_OBJECT = re.compile(r"is there (?:an? )?(.+?) in the image", re.IGNORECASE)
@@ -52,11 +54,11 @@ def import_chair(
     table = _synonyms(synonyms)
     try:
         vocabulary = Vocabulary(table)
-    except ValueError as error:
-        raise BadGoldenSet(f"{synonyms}: {error}") from None
+    except ConfigError as error:
+        raise BadGoldenSet(f"{synonyms}: {error.message}") from None
     coco = _json(instances)
     try:
-        names = {category["id"]: vocabulary.canonical(category["name"]) for category in coco["categories"]}
+        names = {category["id"]: object_of(category["name"], vocabulary) for category in coco["categories"]}
         files = {image["id"]: image["file_name"] for image in coco["images"]}
         there: dict[int, set[str]] = defaultdict(set)
         for annotation in coco["annotations"]:
@@ -65,7 +67,7 @@ def import_chair(
         said: dict[int, list[str]] = defaultdict(list)
         for caption in _json(captions)["annotations"] if captions is not None else ():
             said[caption["image_id"]].append(caption["caption"])
-            there[caption["image_id"]] |= vocabulary.named(caption["caption"])
+            there[caption["image_id"]] |= named(caption["caption"], vocabulary)
     except (KeyError, TypeError) as error:
         raise BadGoldenSet(f"{instances}: not COCO's format: {error!r}") from None
     items = [
@@ -95,11 +97,13 @@ def _pope_row(record: Record) -> dict[str, str]:
 
 
 def _synonyms(path: Path) -> dict[str, list[str]]:
-    table: dict[str, list[str]] = {}
-    for line in read_text(path).splitlines():
-        words = [word.strip() for word in line.split(",") if word.strip()]
-        if words:
-            table[words[0]] = words[1:]
+    """A term that is listed for two objects is the one's whose name it is, or the first one's."""
+    rows = [[word.strip() for word in line.split(",") if word.strip()] for line in read_text(path).splitlines()]
+    table: dict[str, list[str]] = {row[0]: [] for row in rows if row}
+    taken = set(table)
+    for name, *others in filter(None, rows):
+        table[name] += [word for word in dict.fromkeys(others) if word not in taken]
+        taken |= set(others)
     return table
 
 
@@ -124,5 +128,5 @@ def _write(
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to((pictures / name).resolve())
     (target / ITEMS).write_bytes(b"".join(orjson.dumps(item, option=orjson.OPT_APPEND_NEWLINE) for item in items))
-    (target / VOCABULARY).write_bytes(orjson.dumps(vocabulary, option=orjson.OPT_INDENT_2))
+    (target / VOCABULARY).write_bytes(orjson.dumps({"objects": vocabulary}, option=orjson.OPT_INDENT_2))
     return load_golden_set(target)

@@ -19,7 +19,8 @@ from mmserve.evals.endpoint import Endpoint, Reply, RequestFailed, user_message
 from mmserve.evals.golden import MEDIA_SLICES, Item, Media
 from mmserve.evals.intervals import Observation, Share
 from mmserve.evals.scoring import matches
-from mmserve.evals.wording import Vocabulary
+from mmserve.evals.wording import normal_form
+from mmserve.grounding.vocabulary import Vocabulary
 
 _OTHER_PREFIX = {"role": "system", "content": "."}  # shares no prefix with a question that has none
 
@@ -80,7 +81,7 @@ def order_probe(item: Item, cluster: str, answer: str, swapped_answer: str, voca
         result = OrderResult.RIGHT
     elif fits(answer, item.if_swapped) and fits(swapped_answer, item.expected):
         result = OrderResult.REVERSED
-    elif answer and vocabulary.normal_form(answer) == vocabulary.normal_form(swapped_answer):
+    elif answer and normal_form(answer, vocabulary) == normal_form(swapped_answer, vocabulary):
         result = OrderResult.UNMOVED
     else:
         result = OrderResult.WRONG

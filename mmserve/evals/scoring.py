@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from mmserve.evals.golden import AnswerKind, Item
-from mmserve.evals.wording import Vocabulary, chosen, declines, yes_or_no
+from mmserve.evals.wording import chosen, declines, named, normal_form, yes_or_no
+from mmserve.grounding.vocabulary import Vocabulary
 
 
 class Ruling(StrEnum):
@@ -78,14 +79,14 @@ def matches(item: Item, answer: str, expected: Sequence[str], vocabulary: Vocabu
         case AnswerKind.YES_NO:
             return yes_or_no(answer) in expected
         case AnswerKind.CHOICE:
-            found = chosen(vocabulary.normal_form(answer), [vocabulary.normal_form(choice) for choice in item.choices])
-            return found is not None and found in [vocabulary.normal_form(choice) for choice in expected]
+            found = chosen(normal_form(answer, vocabulary), [normal_form(choice, vocabulary) for choice in item.choices])
+            return found is not None and found in [normal_form(choice, vocabulary) for choice in expected]
         case AnswerKind.SHORT:
-            return vocabulary.normal_form(answer) in [vocabulary.normal_form(text) for text in expected]
+            return normal_form(answer, vocabulary) in [normal_form(text, vocabulary) for text in expected]
     raise AssertionError(f"an item of kind {item.kind} has no exact match")
 
 
 def _named(item: Item, answer: str, vocabulary: Vocabulary) -> frozenset[str]:
     if item.asks_about is None:
-        return vocabulary.named(answer)
+        return named(answer, vocabulary)
     return frozenset({item.asks_about} if yes_or_no(answer) == "yes" else ())

@@ -20,7 +20,7 @@ from mmserve.evals.golden import GoldenSet, Item
 from mmserve.evals.judge import Judge, judge_all, needs_judge
 from mmserve.evals.probes import OrderProbe, StateProbe
 from mmserve.evals.scoring import Scored, failed, score
-from mmserve.evals.wording import Vocabulary
+from mmserve.grounding.vocabulary import Vocabulary
 
 Progress = Callable[[str, int], AbstractContextManager[Callable[[], None]]]  # what is done, and how often; yields what counts it
 
