@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from mmserve.costs import Bill
 from mmserve.errors import MmserveError, NumericalError, Overloaded
 from mmserve.media import MediaWindow, PreparedMedia
 from mmserve.modality_router import Route
@@ -42,6 +43,7 @@ class ActiveRequest:
     reservation: Reservation  # of its tenant's quota, held until the end
     num_media_bytes: int  # of the shared buffer, held until the end
     recorded: bool  # in ledger and metrics; readiness checks are not
+    bill: Bill
     choices: tuple[Choice, ...] = ()  # this and the next two begin anew when an encoder fails
     media: tuple[PreparedMedia, ...] = ()
     windows: Mapping[bytes, tuple[PreparedMedia, MediaWindow]] = field(default_factory=dict)

@@ -125,6 +125,17 @@ class GuardrailConfig:
 
 
 @dataclass(frozen=True)
+class CostConfig:
+    """The defaults are what an A100-80GB rents for, about.  A worker on the CPU counts as one GPU."""
+
+    price_per_gpu_hour: float = option(2.0, "USD that an hour of one GPU costs, for what is said of the cost of requests")
+    small_price_per_gpu_hour: float | None = option(None, "the same for devices of the small decoder, where they cost something else")
+    large_price_per_gpu_hour: float | None = option(None, "the same for devices of the large decoder")
+    vision_price_per_gpu_hour: float | None = option(None, "the same for devices of the vision encoder")
+    audio_price_per_gpu_hour: float | None = option(None, "the same for devices of the audio encoder")
+
+
+@dataclass(frozen=True)
 class ServerConfig:
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0 picks a free one")
@@ -150,6 +161,7 @@ class Config:
     encoder: EncoderConfig = field(default_factory=EncoderConfig)
     storage: StorageConfig = field(default_factory=StorageConfig)
     guardrail: GuardrailConfig = field(default_factory=GuardrailConfig)
+    cost: CostConfig = field(default_factory=CostConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     limits: MediaLimits = field(default_factory=MediaLimits)
 

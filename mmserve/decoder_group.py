@@ -55,7 +55,7 @@ class DecoderGroup:
         self._want = want
         self._lost = lost
         self._on_restart = on_restart
-        self._replicas = ReplicaSet(limits.max_model_len, queue, time.monotonic)
+        self._replicas = ReplicaSet(limits.max_model_len, queue, time.monotonic, num_ranks=len(replicas[0]))
         self._held: dict[int, Sequence] = {}  # sequences that wait for a worker to live
         self._home: dict[int, Replica] = {}  # seq_id -> where it was placed last
         target = f"{worker_module(replicas[0][0].device)}:run_decoder"
@@ -94,6 +94,10 @@ class DecoderGroup:
     def retry_after_s(self, num_queued: int) -> float:
         """When `num_queued` sequences will have begun, at the rate of late."""
         return self._replicas.records.drain.retry_after_s(num_queued, time.monotonic())
+
+    def prefill_gpu_s(self, num_tokens: int) -> float:
+        """What the first tokens of a prompt take, by the cost model: GPU-seconds."""
+        return self._replicas.records.prefill_gpu_s(num_tokens)
 
     def add(self, sequence: Sequence) -> None:
         if not self._replicas:

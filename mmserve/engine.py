@@ -20,6 +20,7 @@ from mmserve.active_request import ActiveRequest, Choice, new_choice, record_tim
 from mmserve.answer_quality import AnswerQuality
 from mmserve.composition import load_composition
 from mmserve.config import Config, chosen_device, device_names, max_queue_wait_s, tpot_target_ms
+from mmserve.costs import CostBooks, Prices
 from mmserve.decoder_group import DecoderGroup
 from mmserve.decoder_specs import replica_specs
 from mmserve.errors import ENCODER_FAULTS, EncoderUnavailable, MmserveError, Overloaded, RateLimited, WorkerLost
@@ -96,7 +97,9 @@ class AsyncEngine:
             self.ledger = Ledger(self.config.storage.ledger)
             stack.callback(self.ledger.close)
             self._quality = AnswerQuality(self.ledger, self.metrics)
-            self._records = RequestRecords(self.ledger, self.metrics, self._quality)
+            self._costs = CostBooks(Prices(self.config.cost), lambda name, num_tokens: self._groups[name].prefill_gpu_s(num_tokens))
+            self._records = RequestRecords(self.ledger, self.metrics, self._quality, self._costs)
+            stack.callback(self._records.keep_costs, is_last=True)
             buffer = SharedBuffer(encoder.shared_buffer_bytes)
             stack.callback(buffer.memory.close)
             self._media = MediaService(
@@ -272,6 +275,7 @@ class AsyncEngine:
             reservation=reservation,
             num_media_bytes=num_bytes,
             recorded=recorded,
+            bill=self._costs.open(),
         )
         generation.on_cancel = lambda: self._cancel(active)
         self._active[generation.request_id] = active
@@ -309,6 +313,7 @@ class AsyncEngine:
             )
             for index in range(request.sampling.n)
         )
+        active.bill.add(generation.model, [each.sequence for each in active.choices])
         active.media = prompt.media
         active.windows = {window.key: (item, window) for item in prompt.media for window in item.windows}
         for key, (_, window) in active.windows.items():
@@ -346,6 +351,7 @@ class AsyncEngine:
                 self._groups[active.generation.model].abort(update.sequence.seq_id)
                 if all(each.finished for each in active.choices):
                     self._end(active, ending)
+        self._records.keep_costs()
 
     def _want(self, sequence: Sequence, span: MediaSpan) -> None:
         """A sequence waits for a span's rows: get them, once for each request."""
@@ -361,7 +367,7 @@ class AsyncEngine:
     async def _fetch(self, active: ActiveRequest, key: bytes) -> None:
         item, window = active.windows[key]
         try:
-            active.sources[key] = await self._media.fetch(item, window, active.generation.model)
+            active.sources[key] = await self._media.fetch(item, window, active.generation.model, active.bill.payer(window))
         except ENCODER_FAULTS as error:
             await self._do_without(active, key, error)
             return
@@ -420,6 +426,7 @@ class AsyncEngine:
         self._media.room.give_back(active.num_media_bytes)
         self.quotas.settle(active.reservation, active.used_tokens, now_s)
         self._idle.set()
+        self._records.note_cost(active)
         if active.recorded:
             self._records.record_end(active, reason, now_s)
         return True

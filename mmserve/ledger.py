@@ -48,6 +48,22 @@ class RequestRow:
 
 
 @dataclass(frozen=True, slots=True)
+class CostRow:
+    """What one of those requests cost.  It comes a little later: a step that ran when the request ended may have been for it."""
+
+    request_id: str
+    image_encode_gpu_s: float
+    audio_encode_gpu_s: float
+    prefill_gpu_s: float
+    decode_gpu_s: float
+    usd: float
+    saved_usd: float  # an estimate: what it would have cost more if no cache had held any of it
+
+    sql = """INSERT INTO request_costs VALUES (:request_id, :image_encode_gpu_s, :audio_encode_gpu_s, :prefill_gpu_s, :decode_gpu_s,
+        :usd, :saved_usd) ON CONFLICT (request_id) DO NOTHING"""
+
+
+@dataclass(frozen=True, slots=True)
 class CacheEvent:
     """Rows of a media window were stored in a tier (`num_hits` 0) or found there (1).  The index names the more lasting of two tiers."""
 
@@ -137,7 +153,7 @@ class GroundingRow:
         :created_at) ON CONFLICT (request_id) DO NOTHING"""
 
 
-Event = RequestRow | CacheEvent | CacheDropped | CacheMoved | CacheExpired | CacheReopened | Feedback | GroundingRow
+Event = RequestRow | CostRow | CacheEvent | CacheDropped | CacheMoved | CacheExpired | CacheReopened | Feedback | GroundingRow
 _EVENTS: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}
 # A row at fault, not the database: a constraint, or a value of no type that SQLite has.
 _REFUSED = (sqlite3.IntegrityError, sqlite3.ProgrammingError, sqlite3.InterfaceError, OverflowError)
@@ -183,6 +199,9 @@ class Ledger:
     # --- recording -----------------------------------------------------------------------------------------------------------
 
     def record_request(self, row: RequestRow) -> None:
+        self._record(row)
+
+    def record_cost(self, row: CostRow) -> None:
         self._record(row)
 
     def record_cache_event(self, event: CacheEvent | CacheDropped | CacheMoved) -> None:

@@ -14,7 +14,7 @@ from sqlite_utils import Database
 
 from mmserve.config import ConfigError
 
-SCHEMA_VERSION = 3  # 2 added tenant_key, 3 grounding
+SCHEMA_VERSION = 4  # 2 added tenant_key, 3 grounding, 4 request_costs
 _TABLES = (
     """CREATE TABLE IF NOT EXISTS inference_requests (
         request_id TEXT PRIMARY KEY,
@@ -66,6 +66,15 @@ _TABLES = (
         num_unsupported INTEGER NOT NULL CHECK (num_unsupported BETWEEN 0 AND num_mentions),
         num_draws INTEGER NOT NULL CHECK (num_draws BETWEEN 1 AND 2),
         created_at REAL NOT NULL
+    )""",
+    """CREATE TABLE IF NOT EXISTS request_costs (
+        request_id TEXT PRIMARY KEY,
+        image_encode_gpu_s REAL NOT NULL,
+        audio_encode_gpu_s REAL NOT NULL,
+        prefill_gpu_s REAL NOT NULL,
+        decode_gpu_s REAL NOT NULL,
+        usd REAL NOT NULL,
+        saved_usd REAL NOT NULL
     )""",
     "CREATE TABLE IF NOT EXISTS spool_imported (name TEXT PRIMARY KEY)",
 )

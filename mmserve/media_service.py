@@ -21,6 +21,7 @@ from mmserve.encoder_lanes import EncoderLane, EncoderLanes
 from mmserve.encoders.decode_process import DecodeProcesses
 from mmserve.encoders.disk_tier import DiskTier
 from mmserve.encoders.embedding_cache import CacheEvent, EmbeddingCache
+from mmserve.encoders.encoder_pool import Pay
 from mmserve.encoders.image_header import read_header
 from mmserve.errors import TooLarge
 from mmserve.hit_watch import HitWatch
@@ -184,9 +185,9 @@ class MediaService:
         """Pin rows that are in memory already for the caller."""
         return self._lanes[window.kind][0].pool.acquire(window)
 
-    async def fetch(self, media: PreparedMedia, window: MediaWindow, decoder: str) -> str:
-        """Rows of the window are in the cache and pinned for the caller.  Returns where they came from."""
-        return await self._lane(media).pool.fetch(media, window, decoder)
+    async def fetch(self, media: PreparedMedia, window: MediaWindow, decoder: str, pay: Pay | None = None) -> str:
+        """Rows of the window are in the cache and pinned for the caller.  Returns where they came from; `pay` hears of an encode."""
+        return await self._lane(media).pool.fetch(media, window, decoder, pay)
 
     def is_open(self, media: PreparedMedia) -> bool:
         """Whether the breaker of the item's encoder is open, so that it would now be prepared for another, or refused."""

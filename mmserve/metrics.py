@@ -70,7 +70,10 @@ class Metrics:
         self.feedback_ratings = counter("feedback_ratings", "Answers rated, each once", ("rating", "modality_mix"))
         self.regenerations = counter("regenerations", "Answers asked for again within minutes", ("modality_mix", "seen_by"))
         self.quality_alarms = counter("quality_alarms", "Times that somebody was told of a share that rose", ("what", "modality_mix"))
-        self.gpu_seconds = counter("gpu_seconds", "Compute seconds by stage", ("stage",))
+        self.gpu_seconds = counter("gpu_seconds", "Compute seconds by stage, of every GPU that took part", ("stage",))
+        self.gpu_overhead_seconds = counter("gpu_overhead_seconds", "Of those, what no request is charged for", ("reason",))
+        self.cost_usd = counter("cost_usd", "What requests were charged", ("modality_mix",))
+        self.cost_saved_usd = counter("cost_saved_usd", "What caches spared them, by estimate", ("modality_mix",))
 
     def render(self) -> bytes:
         """The text of `/metrics`."""

@@ -8,7 +8,7 @@ Letters for shapes: S rows (sequences), T tokens, B blocks, H hidden size.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -122,6 +122,7 @@ class StepFailed:
 
     step_id: int
     reason: str  # OUT_OF_MEMORY or FOLLOWS_FAILED_STEP
+    seconds: float = field(default=0.0, compare=False)  # compute time, for nothing
 
 
 @dataclass(frozen=True, slots=True)

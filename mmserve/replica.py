@@ -83,6 +83,7 @@ class Replica:
         self._worker = worker
         self._rows = rows
         self._metrics = metrics
+        self._records = records
         self._deliver = deliver
         self._want = want
         self._now_s = now_s
@@ -127,6 +128,8 @@ class Replica:
                     timer.cancel()
         finally:
             death.cancel()
+            if self._flights:
+                self._count_lost(self._now_s() - self._began_s, "dead_worker")
             while self._flights:
                 self._unpin(self._flights.popleft())
 
@@ -166,11 +169,13 @@ class Replica:
         reply = flight.reply.result()
         if isinstance(reply, StepFailed):
             log.warning("worker=%s pid=%d step=%d failed: %s", self.name, self._worker.pid, reply.step_id, reply.reason)
+            self._count_lost(reply.seconds, "failed_step")
             self._deliver(self.scheduler.step_failed(reply))
             return
         assert isinstance(reply, StepResult), f"unexpected reply {type(reply).__name__}"
-        self._metrics.gpu_seconds.labels("decode").inc(reply.seconds)
-        self._deliver(self.scheduler.apply(reply, self._now_s()))
+        updates = self.scheduler.apply(reply, self._now_s())
+        self._count_time()
+        self._deliver(updates)
 
     async def _watch_death(self) -> None:
         await self._worker.died.wait()
@@ -180,11 +185,25 @@ class Replica:
         for key in flight.pinned:
             self._rows.unpin(key)
 
+    def _count_time(self) -> None:
+        spent, metrics = self._records.take_gpu_time(), self._metrics
+        metrics.gpu_seconds.labels("prefill").inc(spent.prefill_s)
+        metrics.gpu_seconds.labels("decode").inc(spent.decode_s)
+        self._count_overhead(spent.recomputed_s, "recomputed")
+
+    def _count_lost(self, seconds: float, reason: str) -> None:
+        """Of a step that came to nothing."""
+        self._count_overhead(seconds * self._records.num_gpus, reason)
+
+    def _count_overhead(self, gpu_s: float, reason: str) -> None:
+        self._metrics.gpu_seconds.labels("lost").inc(gpu_s)
+        self._metrics.gpu_overhead_seconds.labels(reason).inc(gpu_s)
+
     def _report(self) -> None:
         metrics, scheduler = self._metrics, self.scheduler
         metrics.num_requests_running.labels(self.name).set(scheduler.num_running)
         metrics.num_requests_waiting.labels(self.name).set(scheduler.num_waiting)
-        metrics.kv_cache_usage_perc.labels(self.name).set(scheduler.kv_usage)
+        metrics.kv_cache_usage_perc.labels(self.name).set(scheduler.kv.usage)
         counts = (scheduler.num_preemptions, scheduler.num_prefix_queries, scheduler.num_prefix_hits)
         counters = (metrics.num_preemptions, metrics.prefix_cache_queries, metrics.prefix_cache_hits)
         for counter, now, before in zip(counters, counts, self._seen, strict=True):

@@ -15,8 +15,8 @@ from mmserve.scheduler.sequence import Sequence
 class ReplicaSet:
     """Empty until the first worker is ready, and whenever none lives.  What was learnt, in `records`, outlives them all."""
 
-    def __init__(self, max_model_len: int, queue: QueueLimits, now_s: Callable[[], float]) -> None:
-        self.records = Records()
+    def __init__(self, max_model_len: int, queue: QueueLimits, now_s: Callable[[], float], *, num_ranks: int = 1) -> None:
+        self.records = Records(num_gpus=num_ranks)
         self._max_model_len = max_model_len
         self._queue = queue
         self._now_s = now_s

@@ -141,6 +141,15 @@ class MediaNotice:
 
 
 @dataclass(frozen=True, slots=True)
+class Cost:
+    """What a request took of the GPUs, and what that costs."""
+
+    gpu_seconds: Mapping[str, float]  # by stage: image_encode, audio_encode, prefill, decode
+    usd: float
+    saved_usd: float  # an estimate: what it would have cost more if no cache had held any of it
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0

@@ -4,18 +4,50 @@ from __future__ import annotations
 
 from mmserve.active_request import ActiveRequest
 from mmserve.answer_quality import AnswerQuality
+from mmserve.costs import CostBooks
 from mmserve.encoders.embedding_cache import CacheEvent
-from mmserve.ledger import CacheDropped, CacheMoved, Ledger, RequestRow
+from mmserve.ledger import CacheDropped, CacheMoved, CostRow, Ledger, RequestRow
 from mmserve.ledger import CacheEvent as CacheRow
 from mmserve.metrics import Metrics
-from mmserve.request import FinishReason
+from mmserve.request import Cost, FinishReason
 
 
 class RequestRecords:
-    def __init__(self, ledger: Ledger, metrics: Metrics, quality: AnswerQuality) -> None:
+    def __init__(self, ledger: Ledger, metrics: Metrics, quality: AnswerQuality, costs: CostBooks) -> None:
         self._ledger = ledger
         self._metrics = metrics
         self._quality = quality
+        self._costs = costs
+        self._ended: list[ActiveRequest] = []  # with a step on its way that had a row of theirs
+
+    def note_cost(self, active: ActiveRequest) -> None:
+        """It has ended.  What it has cost so far is said at once, and kept as soon as nothing more can come."""
+        active.generation.cost = self._cost(active)
+        self._ended.append(active)
+        self.keep_costs()
+
+    def keep_costs(self, *, is_last: bool = False) -> None:
+        """Of those to whom nothing more can come; at the last of all."""
+        ended, self._ended = self._ended, []
+        for active in ended:
+            if is_last or active.bill.has_landed:
+                self._keep_cost(active)
+            else:
+                self._ended.append(active)
+
+    def _cost(self, active: ActiveRequest) -> Cost:
+        has_begun = active.first_token_s is not None  # else there may be media that it never read
+        return self._costs.cost(active.bill, [window for _, window in active.windows.values()] if has_begun else ())
+
+    def _keep_cost(self, active: ActiveRequest) -> None:
+        cost, metrics, mix = self._cost(active), self._metrics, active.route.modality_mix
+        if not active.recorded:
+            metrics.gpu_overhead_seconds.labels("readiness").inc(sum(cost.gpu_seconds.values()))
+            return
+        metrics.cost_usd.labels(mix).inc(cost.usd)
+        metrics.cost_saved_usd.labels(mix).inc(cost.saved_usd)
+        by_stage = {f"{stage}_gpu_s": seconds for stage, seconds in cost.gpu_seconds.items()}
+        self._ledger.record_cost(CostRow(active.generation.request_id, **by_stage, usd=cost.usd, saved_usd=cost.saved_usd))
 
     def record_end(self, active: ActiveRequest, reason: FinishReason, now_s: float) -> None:
         """Its usage and timings must have been settled."""

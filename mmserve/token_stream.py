@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from mmserve.errors import MmserveError
 from mmserve.grounding.verdict import Report
-from mmserve.request import FinishReason, MediaNotice, TokenLogprob, Usage
+from mmserve.request import Cost, FinishReason, MediaNotice, TokenLogprob, Usage
 
 
 @dataclass(slots=True)
@@ -48,6 +48,7 @@ class Generation:
         self.fallback: tuple[MediaNotice, ...] = ()  # items that a fallback encoder encoded; likewise
         self.timings: dict[str, float] = {}  # seconds by stage
         self.grounding: Report | None = None  # what the guardrail found, there before the last delta; None: it wasn't asked
+        self.cost: Cost | None = None  # known at the end
         self.on_cancel: Callable[[], None] | None = None
         self._waiting: list[Delta] = []
         self.num_choices = num_choices

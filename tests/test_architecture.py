@@ -20,7 +20,7 @@ VOCABULARY = {
     "roofline",
 }  # fmt: skip
 ENGINE = {
-    "engine", "sync_engine", "active_request", "request_records", "decoder_group", "decoder_specs", "replica_set", "replica",
+    "engine", "sync_engine", "active_request", "costs", "request_records", "decoder_group", "decoder_specs", "replica_set", "replica",
     "supervisor", "media_service", "media_room", "encoder_lanes", "supervised_encoder", "tokenizer",
     "chat_template", "token_fuser", "prompt_maker", "modality_router", "model_router", "token_stream", "readiness", "quarantine",
     "quota", "tenants", "tenant_watch", "ledger", "ledger_tables", "spool", "hit_watch", "grounding", "guardrail", "answer_quality",
@@ -44,7 +44,7 @@ MAY_IMPORT = {
 }
 PURE = {
     "paged_kv", "scheduler", "planner", "roofline", "quota", "token_fuser", "modality_router", "model_router", "quarantine", "hit_watch",
-    "grounding", "rate_watch", "recent_answers",
+    "grounding", "rate_watch", "recent_answers", "costs",
 }  # fmt: skip
 NOT_PURE = {"asyncio", "socket", "subprocess", "threading", "time", "torch", "transformers"}
 

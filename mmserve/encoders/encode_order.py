@@ -23,6 +23,11 @@ class EncodeOrder:
     rows: BufferSlice
     job: EncodeJob | None = None  # where it is in the queue of a worker, once it is
 
+    @property
+    def gpu_s(self) -> float:
+        """GPU-seconds of ours that went into it, as far as is known."""
+        return 0.0 if self.job is None else self.job.gpu_s
+
 
 class Encoder(Patient, Protocol):
     """Makes rows."""

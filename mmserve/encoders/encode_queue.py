@@ -45,6 +45,7 @@ class EncodeJob:
     aboard: bool = False  # a worker may be writing the rows
     num_deaths: int = 0
     queued_s: float = 0.0
+    gpu_s: float = 0.0  # its share of the forward pass that wrote its rows
     landed: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -181,10 +182,12 @@ class EncodeQueue:
         try:
             result = await client.encode(plan)
         except WorkerDied:
+            self._count_lost(self._loop.time() - started_s)
             self._requeue(decoder, jobs)
             self._on_death()  # last: who then wants no more encodes has all of them in the queue
             return
         self._report(jobs, started_s, result)
+        self._share_out(jobs, result)
         too_big = []
         for job, code in zip(jobs, result.errors, strict=True):
             if code is None:
@@ -217,6 +220,23 @@ class EncodeQueue:
                 again.append(job)
         self._batchers[decoder].put_back(again, self._loop.time())
         self._wake.set()
+
+    def _share_out(self, jobs: list[EncodeJob], result: EncodeResult) -> None:
+        """Put a forward pass down to its items, by their rows.  What came to nothing is overhead."""
+        num_rows = sum(job.item.rows.shape[0] for job in jobs)
+        failed_s = 0.0
+        for job, code in zip(jobs, result.errors, strict=True):
+            share_s = result.seconds * job.item.rows.shape[0] / num_rows
+            if code is None:
+                job.gpu_s = share_s
+            else:
+                failed_s += share_s
+        self._metrics.gpu_overhead_seconds.labels("failed_encode").inc(failed_s)
+
+    def _count_lost(self, seconds: float) -> None:
+        """With a worker that died."""
+        self._metrics.gpu_seconds.labels("lost").inc(seconds)
+        self._metrics.gpu_overhead_seconds.labels("dead_worker").inc(seconds)
 
     def _report(self, jobs: list[EncodeJob], started_s: float, result: EncodeResult) -> None:
         kind, metrics = self._kind, self._metrics

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from mmserve.composition import Composition
 from mmserve.encoders.embedding_cache import EmbeddingCache
@@ -22,6 +23,14 @@ from mmserve.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
+Pay = Callable[[float, int], None]
+"""Told the GPU-seconds of an encode that a caller has to bear, and among how many callers it was shared."""
+
+
+class _Waiter(NamedTuple):
+    landed: asyncio.Future[str]
+    pay: Pay | None  # None: it is no request
+
 
 @dataclass(eq=False)
 class _Flight:
@@ -30,7 +39,7 @@ class _Flight:
     media: PreparedMedia
     window: MediaWindow
     decoder: str
-    waiters: list[asyncio.Future[str]] = field(default_factory=list)
+    waiters: list[_Waiter] = field(default_factory=list)
     source: str = "encoded"
     order: EncodeOrder | None = None
     task: asyncio.Task[None] | None = None
@@ -78,10 +87,11 @@ class EncoderPool:
             return True
         return all([await self._cache.has(window.key) for window in media.windows])
 
-    async def fetch(self, media: PreparedMedia, window: MediaWindow, decoder: str) -> str:
+    async def fetch(self, media: PreparedMedia, window: MediaWindow, decoder: str, pay: Pay | None = None) -> str:
         """Rows of `window` for `decoder` are in memory and pinned once for the caller, who unpins.
 
-        Returns where they came from: memory, disk, joined or encoded.  Raises the MmserveError of whatever went wrong.
+        All who wait when an encode lands share it evenly, whoever came first: each of them would have caused it.  Rows that are found are
+        free.  Returns where they came from: memory, disk, joined or encoded.  Raises the MmserveError of whatever went wrong.
         """
         if self.acquire(window):
             return "memory"
@@ -93,12 +103,13 @@ class EncoderPool:
             self._metrics.single_flight_joins.labels(self._kind.value).inc()
             if flight.order is not None and flight.order.job is not None:
                 flight.order.job.wanted = True
-        waiter: asyncio.Future[str] = self._loop.create_future()
+        waiter = _Waiter(self._loop.create_future(), pay)
         flight.waiters.append(waiter)
+        landed = waiter.landed
         try:
-            source = await waiter
+            source = await landed
         except asyncio.CancelledError:
-            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+            if landed.done() and not landed.cancelled() and landed.exception() is None:
                 self._cache.unpin(window.key)  # it landed, and we were cancelled before we woke
             self._leave(flight, waiter)
             raise
@@ -128,7 +139,7 @@ class EncoderPool:
         flight.task.add_done_callback(self._tasks.discard)
         return flight
 
-    def _leave(self, flight: _Flight, waiter: asyncio.Future[str]) -> None:
+    def _leave(self, flight: _Flight, waiter: _Waiter) -> None:
         """A caller is gone.  The last one takes the flight with it, unless a worker has it already."""
         if waiter in flight.waiters:
             flight.waiters.remove(waiter)
@@ -158,15 +169,25 @@ class EncoderPool:
             log.exception("window=%s could not be encoded", flight.window.key.hex()[:12])
             error = EncoderFailed("the media could not be encoded")
         self._forget(flight)
-        for waiter in flight.waiters:
-            if waiter.done():  # cancelled a moment ago
-                continue
+        waiters = [waiter for waiter in flight.waiters if not waiter.landed.done()]  # the others were cancelled a moment ago
+        flight.waiters.clear()
+        self._settle(flight, waiters, has_landed=error is None)
+        for landed, _ in waiters:
             if error is not None:
-                waiter.set_exception(error)
+                landed.set_exception(error)
             else:
                 self._cache.pin(flight.window.key)
-                waiter.set_result(flight.source)
-        flight.waiters.clear()
+                landed.set_result(flight.source)
+
+    def _settle(self, flight: _Flight, waiters: list[_Waiter], *, has_landed: bool) -> None:
+        """Have those who wait bear what the encode took.  One for which nobody waits any more is overhead."""
+        gpu_s = 0.0 if flight.order is None else flight.order.gpu_s
+        payers = [waiter.pay for waiter in waiters if waiter.pay is not None] if has_landed else []
+        if payers and gpu_s:
+            for pay in payers:
+                pay(gpu_s / len(payers), len(payers))
+        else:
+            self._metrics.gpu_overhead_seconds.labels("unclaimed_encode").inc(gpu_s)
 
     async def _bring(self, flight: _Flight) -> None:
         window, cache = flight.window, self._cache

@@ -53,6 +53,7 @@ class LocalEncoder:
         self._kind = kind
         self._decode_process = decode
         self._cache = cache
+        self._metrics = metrics
         self._composition = composition
         self._rows_dtype = rows_dtype
         self._decodes = SharedWork[tuple[bytes, PictureFit | int], BufferSlice](cache.release)  # by content and what it is decoded to
@@ -90,7 +91,9 @@ class LocalEncoder:
             rows = await self._cache.allocate((num_rows, hidden), self._rows_dtype, ROOM_TIMEOUT_S)
             try:
                 self._cache.buffer.array(features)[...] = 0
-                await self._queue.encode(EncodeJob(decoder, EncodeItem(features, rows, size)))
+                job = EncodeJob(decoder, EncodeItem(features, rows, size))
+                await self._queue.encode(job)
+                self._metrics.gpu_overhead_seconds.labels("probe").inc(job.gpu_s)
             finally:
                 self._cache.release(rows)
         finally:

@@ -11,7 +11,7 @@ import orjson
 
 from mmserve.gateway.sse import event
 from mmserve.grounding.verdict import Report
-from mmserve.request import FinishReason, TokenLogprob, Usage
+from mmserve.request import Cost, FinishReason, TokenLogprob, Usage
 from mmserve.token_stream import Delta, Generation
 
 TokenText = Callable[[int], str]
@@ -256,7 +256,12 @@ def explanation(generation: Generation) -> dict[str, Any]:
         "media": media,
         "stages_s": {stage: round(seconds, 6) for stage, seconds in generation.timings.items()},
         "fused_tokens": generation.usage.prompt_tokens,
-    }
+    } | ({} if generation.cost is None else {"cost": cost_object(generation.cost)})
+
+
+def cost_object(cost: Cost) -> dict[str, Any]:
+    gpu_seconds = {stage: round(seconds, 9) for stage, seconds in cost.gpu_seconds.items()}
+    return {"gpu_seconds": gpu_seconds, "usd": cost.usd, "saved_usd": cost.saved_usd}
 
 
 def server_timing(timings: Mapping[str, float]) -> str:

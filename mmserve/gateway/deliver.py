@@ -122,6 +122,8 @@ def _headers(generation: Generation) -> dict[str, str]:
     for name, notices in (("degraded", generation.degraded), ("fallback", generation.fallback)):
         if notices:
             headers[f"x-mmserve-{name}"] = ", ".join(sorted({one.kind for one in notices}))
+    if generation.cost is not None:  # a stream's comes at its end, in what `explain` adds
+        headers["x-mmserve-cost-usd"] = f"{generation.cost.usd:.9f}"
     if generation.timings:
         headers["Server-Timing"] = server_timing(generation.timings)
     return headers

@@ -113,7 +113,7 @@ class _Answer:
             num_choices=source.num_choices,
         )
         reader.created = source.created
-        reader.timings = source.timings
+        reader.timings, reader.cost = source.timings, source.cost
         reader.grounding = source.grounding
         reader.degraded, reader.fallback = source.degraded, source.fallback
         reader.on_cancel = partial(self._leave, reader)
@@ -149,7 +149,8 @@ class _Answer:
 
     def _tell(self, batch: Iterable[Delta], source: Generation) -> None:
         for reader in self._readers:
-            reader.usage, reader.timings, reader.grounding = source.usage, source.timings, source.grounding
+            reader.usage, reader.timings, reader.cost = source.usage, source.timings, source.cost
+            reader.grounding = source.grounding
             reader.degraded, reader.fallback = source.degraded, source.fallback
         for delta in batch:
             num_ids = len(delta.token_ids) + sum(1 + len(token.top) for token in delta.logprobs)

@@ -134,7 +134,7 @@ def _common(bounds: Bounds, models: Collection[str], *, default_max_tokens: int 
         | {"description": "media whose encoder fails are left out, and `mmserve.degraded` says which; else that is a 503"},
         "guardrail": optional({"enum": list(GUARDRAIL_MODES)})
         | {"description": "objects that the answer names held against the pictures: `mmserve.guardrail` tells, or it is drawn once more"},
-        "explain": optional({"type": "boolean"}) | {"description": "adds `mmserve`: route, where media came from, time of each stage"},
+        "explain": optional({"type": "boolean"}) | {"description": "adds `mmserve`: route, where media came from, times and cost"},
         **{name: {"description": "ignored"} for name in call.HARMLESS},
     }
 

@@ -43,6 +43,15 @@ class StepInFlight:
         """Of those who are still where they were when it was planned."""
         return [row for row in self.rows if row.sequence.epoch == row.epoch]
 
+    def take_off(self) -> None:
+        for row in self.rows:
+            row.sequence.num_steps += 1
+
+    def land(self) -> None:
+        """It was answered, or never will be."""
+        for row in self.rows:
+            row.sequence.num_steps -= 1
+
 
 def build_plan(
     step_id: int, rows: Rows[Row], before: Rows[Row], block_size: int, copies: tuple[BlockCopy, ...], rows_of: RowsOf

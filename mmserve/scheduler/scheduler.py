@@ -108,10 +108,6 @@ class Scheduler:
         """Whether `expected_s` is more than a guess."""
         return self._costs.is_familiar(self._steps[-1].shape)
 
-    @property
-    def kv_usage(self) -> float:
-        return self.kv.usage
-
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence, or one evacuated from another replica.  Admission has made sure that it can ever fit."""
         assert sequence.seq_id not in self._sequences, f"sequence {sequence.seq_id} added twice"
@@ -164,7 +160,7 @@ class Scheduler:
             return []
         self._budget.recover()
         self._reserve.relax()
-        self._records.account(step.shape, [(row.sequence.tenant, row.start, row.stop) for row in step.rows], result.seconds)
+        self._records.account(step.shape, step.rows, result.seconds)
         failed = frozenset(result.failed_rows)
         updates: list[TokenUpdate] = []
         for index, ((sequence, start, stop, epoch), token) in enumerate(zip(step.rows, result.tokens, strict=True)):
@@ -218,6 +214,8 @@ class Scheduler:
         """The worker is gone, and every byte of KV with it.  Hands over all sequences as if they had never been computed, tokens kept."""
         if self._steps:
             blame(self._steps[0])  # the one that ran: those behind it had not begun
+        for step in self._steps:
+            step.land()
         self._steps.clear()
         orphans = sorted(self._sequences.values(), key=running_key)
         for sequence in orphans:
@@ -447,6 +445,7 @@ class Scheduler:
             sequence.num_ahead += stop == sequence.num_expected
         shape = shape_of((row.start, row.stop) for row in rows)
         self._steps.append(StepInFlight(self._num_steps, tuple(rows), shape, frozenset(sequence.seq_id for sequence in copied)))
+        self._steps[-1].take_off()
         return plan
 
     def _land(self, step_id: int) -> StepInFlight | None:
@@ -454,6 +453,7 @@ class Scheduler:
             self.num_late_results += 1
             return None
         self._pending_ms = None
+        self._steps[0].land()
         return self._steps.popleft()
 
     def _preempt(self, sequence: Sequence) -> None:

@@ -56,6 +56,10 @@ class Sequence:
     finish_reason: FinishReason | None = None
     first_step_s: float | None = None
     first_token_s: float | None = None
+    num_steps: int = 0  # in flight, with a row of it
+    num_charged: int = 0  # leading tokens that have been computed at least once
+    prefill_gpu_s: float = 0.0  # its shares of the steps it was in, what was computed again left out
+    decode_gpu_s: float = 0.0
 
     num_prompt: int = field(init=False)
     media_stop: int = field(init=False)  # every token from here on is text

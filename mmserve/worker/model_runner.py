@@ -118,7 +118,7 @@ class ModelRunner:
                 raise
             release_memory(self._device)
             log.warning("step=%d rows=%d tokens=%d out of memory", plan.step_id, len(plan.seq_ids), len(plan.token_ids))
-            return StepFailed(plan.step_id, OUT_OF_MEMORY)
+            return StepFailed(plan.step_id, OUT_OF_MEMORY, time.perf_counter() - started)
         return StepResult(plan.step_id, tokens, failed, time.perf_counter() - started)
 
     def _run(self, plan: StepPlan) -> tuple[tuple[SampledToken | None, ...], tuple[int, ...]]:

@@ -336,7 +336,7 @@ class Box:
                     now_s=self.now_s(),
                     num_waiting=sum(replica.scheduler.num_waiting for replica in replicas),
                     num_running=sum(replica.scheduler.num_running for replica in replicas),
-                    kv_usage=float(np.mean([replica.scheduler.kv_usage for replica in replicas])),
+                    kv_usage=float(np.mean([replica.scheduler.kv.usage for replica in replicas])),
                     num_arrived=len(self.outcomes),
                     num_refused=sum(outcome.refusal != "" for outcome in self.outcomes),
                 )
