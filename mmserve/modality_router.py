@@ -21,7 +21,12 @@ class Route:
     @property
     def modality_mix(self) -> str:
         """The metrics' label: text, image, audio or image_audio."""
-        return _MIXES[self.modality_mask & ~TEXT_BIT]
+        return mix_of(self.modality_mask)
+
+
+def mix_of(modality_mask: int) -> str:
+    """text, image, audio or image_audio."""
+    return _MIXES[modality_mask & ~TEXT_BIT]
 
 
 def route(items: Sequence[MediaItem], *, has_text: bool, limits: MediaLimits) -> Route:

@@ -24,7 +24,7 @@ ENGINE = {
     "supervisor", "media_service", "media_room", "encoder_lanes", "supervised_encoder", "tokenizer",
     "chat_template", "token_fuser", "prompt_maker", "modality_router", "model_router", "token_stream", "readiness", "quarantine",
     "quota", "tenants", "tenant_watch", "ledger", "ledger_tables", "spool", "hit_watch", "grounding", "guardrail", "answer_quality",
-    "rate_watch", "recent_answers",
+    "rate_watch", "recent_answers", "usage",
 }  # fmt: skip
 DOORS = {"__main__", "cli", "gateway", "bench", "evals"}
 BASEMENT = {

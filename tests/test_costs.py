@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import os
 import signal
 import sqlite3
@@ -19,8 +21,10 @@ from scheduler_desk import Desk, greedy
 from test_engine import ask, clip, config, counter, picture, read, settled
 
 from mmserve import AsyncEngine
+from mmserve.__main__ import main
 from mmserve.config import CostConfig
 from mmserve.costs import CostBooks, Prices
+from mmserve.ledger import CostRow, Ledger, RequestRow
 from mmserve.ledger_tables import open_ledger
 from mmserve.media import MediaKind, MediaWindow
 from mmserve.plan import StepResult
@@ -217,3 +221,48 @@ def test_an_older_ledger_gets_the_table(tmp_path: Path) -> None:
     db = open_ledger(tmp_path / "ledger.db", 1.0)
     assert "request_costs" in db.table_names()
     db.close()
+
+
+def ledger_with(path: Path) -> Path:
+    """Two tenants: texts of one GPU-second each, and a picture of which an encode is 0.3 more."""
+    with contextlib.closing(Ledger(path / "ledger.db")) as ledger:
+        for i, (tenant, mask, encode_s, day) in enumerate([("acme", 1, 0.0, 1), ("acme", 3, 0.3, 1), ("zoo", 1, 0.0, 2)]):
+            ledger.record_request(RequestRow(f"r{i}", tenant, mask, 10, 576 * (mask > 1), 0, 5.0, 9.0, "small", day * 86400.0 + 60))
+            ledger.record_cost(CostRow(f"r{i}", encode_s, 0.0, 0.25, 0.75, usd=0.001 * (i + 1), saved_usd=0.0005))
+    return path
+
+
+def usage(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    status = main(["usage", *words])
+    printed = capsys.readouterr()
+    return status, printed.out + printed.err
+
+
+def test_usage_sums_up_by_tenant_day_and_modality(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, printed = usage(capsys, "--data-dir", str(ledger_with(tmp_path)), "--since", "1970-01-01", "--json")
+    report = json.loads(printed)
+    assert status == 0
+    assert {name: {key: each["num_requests"] for key, each in sums.items()} for name, sums in report.items()} == {
+        "tenant": {"acme": 2, "zoo": 1},
+        "day": {"1970-01-02": 2, "1970-01-03": 1},
+        "modality": {"image": 1, "text": 2},
+    }
+    assert report["modality"]["image"]["encode_share_of_text_request"] == pytest.approx(0.3)
+    assert report["modality"]["text"]["usd_per_1000"] == pytest.approx(2.0)
+    assert report["tenant"]["acme"]["usd"] == pytest.approx(0.003)
+    assert report["tenant"]["acme"]["saved_usd_per_1000"] == pytest.approx(0.5)
+
+
+def test_usage_prints_tables_and_begins_where_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(ledger_with(tmp_path))
+    status, printed = usage(capsys, "--data-dir", folder, "--since", "1970-01-03")
+    assert status == 0
+    assert "zoo" in printed
+    assert "acme" not in printed
+    assert usage(capsys, "--data-dir", folder, "--since", "24h") == (0, "no requests\n")
+
+
+def test_usage_without_a_ledger_makes_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert usage(capsys, "--data-dir", str(tmp_path))[0] == 2
+    assert usage(capsys, "--data-dir", str(tmp_path), "--since", "yesterday")[0] == 2
+    assert list(tmp_path.iterdir()) == []

@@ -14,8 +14,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from mmserve.cli.settings import read_toml
-from mmserve.config import ConfigError, StorageConfig
+from mmserve.cli.settings import data_storage
+from mmserve.config import ConfigError
 from mmserve.quota import Quota
 from mmserve.tenants import TIERS, Tenant, TenantRecords
 
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     """Exit status 0, 2 for what can't be done, 1 if the records can't be read or written just now."""
     console = Console(stderr=True, highlight=False)
     try:
-        with TenantRecords(_storage(args).ledger) as records:
+        with TenantRecords(data_storage(args.data_dir, args.config).ledger) as records:
             _VERBS[args.verb](records, args, console)
     except ConfigError as error:
         console.print(f"[bold red]mmserve:[/] {error.message}", soft_wrap=True)
@@ -133,13 +133,6 @@ def _limits(args: argparse.Namespace) -> dict[str, int]:
 
 def _limit(value: int) -> str:
     return f"{value:,}" if value else "any"
-
-
-def _storage(args: argparse.Namespace) -> StorageConfig:
-    given = args.data_dir
-    if given is None and args.config is not None and (named := read_toml(args.config).get("data-dir")) is not None:
-        given = Path(named)
-    return StorageConfig(data_dir=given)
 
 
 def _count(text: str) -> int:

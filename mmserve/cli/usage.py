@@ -1,0 +1,110 @@
+"""`mmserve usage`: what was used and what it cost, by tenant, day and modality.  It reads the ledger in the data directory."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import sqlite3
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from mmserve.cli.settings import data_storage
+from mmserve.config import ConfigError
+from mmserve.ledger_tables import open_ledger
+from mmserve.usage import ENCODE_LIMIT, Sum, Used, read_usage, summed
+
+LOCK_TIMEOUT_S = 10.0
+_UNITS = {"h": 3600.0, "d": 24 * 3600.0, "w": 7 * 24 * 3600.0}
+_BY: Mapping[str, Callable[[Used], str]] = {
+    "tenant": lambda used: used.tenant,
+    "day": lambda used: used.day,
+    "modality": lambda used: used.modality,
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--data-dir", type=Path, metavar="DIR", help="the server's; ~/.cache/mmserve by default")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="the server's TOML file, for its data-dir")
+    parser.add_argument("--since", default="30d", metavar="WHEN", help="24h, 7d, 4w, or a day such as 2026-11-30 (UTC); 30d by default")
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status 0, 2 for what can't be done, 1 if the ledger can't be read just now."""
+    console = Console(stderr=True, highlight=False)
+    try:
+        used = _read(data_storage(args.data_dir, args.config).ledger, since(args.since, time.time()))
+    except ConfigError as error:
+        console.print(f"[bold red]mmserve:[/] {error.message}", soft_wrap=True)
+        return 2
+    except sqlite3.DatabaseError as error:
+        console.print(f"[bold red]mmserve:[/] the ledger can't be read: {error}", soft_wrap=True)
+        return 1
+    report = {name: summed(used, key) for name, key in _BY.items()}
+    text = report["modality"].get("text")
+    if args.json:
+        print(json.dumps({name: {key: _fields(each, text) for key, each in sums.items()} for name, sums in report.items()}, indent=2))
+    elif not used:
+        Console(highlight=False).print("no requests")
+    else:
+        _show(report, text)
+    return 0
+
+
+def since(text: str, now_s: float) -> float:
+    """Seconds since the epoch.  Raises ConfigError."""
+    if match := re.fullmatch(r"(\d{1,6})([hdw])", text):
+        return now_s - int(match[1]) * _UNITS[match[2]]
+    try:
+        return datetime.strptime(text, "%Y-%m-%d").replace(tzinfo=UTC).timestamp()
+    except ValueError:
+        raise ConfigError(f"--since takes 24h, 7d, 4w or a day such as 2026-11-30, got {text!r}", param="since") from None
+
+
+def _read(path: Path, since_s: float) -> list[Used]:
+    if not path.exists():  # opening would make one
+        raise ConfigError(f"there is no {path.name} in {path.parent}; --data-dir names another place", param="data-dir")
+    db = open_ledger(path, LOCK_TIMEOUT_S)
+    try:
+        return read_usage(db, since_s)
+    finally:
+        db.close()
+
+
+def _show(report: Mapping[str, Mapping[str, Sum]], text: Sum | None) -> None:
+    console = Console(highlight=False)
+    for name, sums in report.items():
+        table = Table(box=None, padding=(0, 2, 0, 0), title=f"by {name}", title_justify="left", title_style="bold")
+        table.add_column(name, overflow="fold")
+        for column in ("requests", "prompt tokens", "encode s", "prefill s", "decode s", "USD", "USD/1000", "saved/1000", "encoding adds"):
+            table.add_column(column, justify="right")
+        for key, each in sums.items():
+            share = each.encode_share(text)
+            table.add_row(
+                key,
+                f"{each.num_requests:,}",
+                f"{each.prompt_tokens:,}",
+                f"{each.encode_gpu_s:.1f}",
+                f"{each.prefill_gpu_s:.1f}",
+                f"{each.decode_gpu_s:.1f}",
+                f"{each.usd:.4f}",
+                f"{each.usd_per_1000:.4f}",
+                f"{1000 * each.saved_usd / each.num_requests:.4f}",
+                "-" if share is None else f"{'[red]' if share > ENCODE_LIMIT else ''}{share:.0%}",
+            )
+        console.print(table)
+        console.print()
+    console.print(f"[dim]Seconds are GPU-seconds.  Encoding should add at most {ENCODE_LIMIT:.0%} of what text alone takes.[/]")
+
+
+def _fields(each: Sum, text: Sum | None) -> dict[str, Any]:
+    rates = {"usd_per_1000": each.usd_per_1000, "saved_usd_per_1000": 1000 * each.saved_usd / each.num_requests}
+    return dataclasses.asdict(each) | rates | {"encode_share_of_text_request": each.encode_share(text)}
