@@ -5,8 +5,9 @@ Five floors; imports go down only.
     doors        __main__  cli/  gateway/  bench/  evals/
     engine       engine  sync_engine  active_request  costs  request_records  decoder_group  decoder_specs  replica_set  replica  supervisor
                  media_service  media_room  encoder_lanes  supervised_encoder  tokenizer  chat_template  token_fuser  prompt_maker
-                 modality_router  model_router  token_stream  readiness  quarantine  quota  tenants  tenant_watch  ledger  ledger_tables
-                 spool  usage  hit_watch  guardrail  grounding/  answer_quality  rate_watch  recent_answers
+                 modality_router  model_router  request_router  route_classifier  escalation  doubt  token_stream  readiness  quarantine
+                 quota  tenants  tenant_watch  ledger  ledger_tables  spool  usage  hit_watch  guardrail  grounding/  answer_quality
+                 rate_watch  recent_answers
     departments  scheduler/  encoders/           (they never import each other)
                  planner/  (formulas alone, with the scheduler's constants)
     memory       paged_kv/

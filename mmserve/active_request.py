@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from mmserve.costs import Bill
+from mmserve.doubt import Doubt
 from mmserve.errors import MmserveError, NumericalError, Overloaded
 from mmserve.media import MediaWindow, PreparedMedia
 from mmserve.modality_router import Route
@@ -44,6 +45,7 @@ class ActiveRequest:
     num_media_bytes: int  # of the shared buffer, held until the end
     recorded: bool  # in ledger and metrics; readiness checks are not
     bill: Bill
+    doubt: Doubt | None = None  # while the first tokens are held back: the large decoder may have to answer
     choices: tuple[Choice, ...] = ()  # this and the next two begin anew when an encoder fails
     media: tuple[PreparedMedia, ...] = ()
     windows: Mapping[bytes, tuple[PreparedMedia, MediaWindow]] = field(default_factory=dict)

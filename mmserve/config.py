@@ -41,6 +41,8 @@ class ModelConfig:
     small: Path | None = option(None, "model directory of the small decoder and its encoders")
     large: Path | None = option(None, "model directory of the large decoder and its encoders")
     chat_template: Path | None = option(None, "Jinja file that goes before the model's own chat template")
+    router: Path | None = option(None, "what decides between small and large for model auto; router.json of the model directory by default")
+    escalation: bool = option(True, "let the large decoder answer where the small one begins uncertainly, if router.json says when that is")
     served_model_name: str | None = option(None, "name in /v1/models; the model's own by default")
     device: str = option("auto", "where workers run", choices=("auto", "cpu", "cuda", "sim:a100", "sim:h200"))
     dtype: str = option(

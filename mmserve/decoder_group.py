@@ -74,6 +74,11 @@ class DecoderGroup:
         """No worker lives, and none can be expected to."""
         return not self._replicas and all(supervisor.broken for supervisor in self.supervisors)
 
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for a first step, for media or for a worker."""
+        return len(self._held) + self._replicas.num_waiting
+
     async def close(self) -> None:
         await asyncio.gather(*(supervisor.close() for supervisor in self.supervisors))
         for rendezvous in self._rendezvous:

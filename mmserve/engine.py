@@ -13,6 +13,7 @@ import random
 import time
 import uuid
 from collections.abc import Collection
+from collections.abc import Sequence as SequenceOf
 from contextlib import AsyncExitStack
 from typing import Self
 
@@ -23,20 +24,23 @@ from mmserve.config import Config, chosen_device, device_names, max_queue_wait_s
 from mmserve.costs import CostBooks, Prices
 from mmserve.decoder_group import DecoderGroup
 from mmserve.decoder_specs import replica_specs
+from mmserve.doubt import Doubt
 from mmserve.errors import ENCODER_FAULTS, EncoderUnavailable, MmserveError, Overloaded, RateLimited, WorkerLost
+from mmserve.escalation import Escalations
 from mmserve.guardrail import Guardrail, own_judges
 from mmserve.ledger import Feedback, Ledger
 from mmserve.media import MediaKind, MediaLimits, MediaSpan
 from mmserve.media_service import MediaService
 from mmserve.metrics import Metrics
 from mmserve.modality_router import Route, route
-from mmserve.model_router import ModelChoice, choose_model
+from mmserve.model_router import LARGE, ModelChoice, RouteReason
 from mmserve.prompt_maker import Prompt, PromptMaker
 from mmserve.quarantine import Quarantine, prompt_digest
 from mmserve.quota import QuotaBooks, Reservation
 from mmserve.readiness import proof_requests
 from mmserve.request import ChatRequest, FinishReason, Usage
 from mmserve.request_records import RequestRecords
+from mmserve.request_router import RequestRouter
 from mmserve.scheduler.admission import QueueLimits
 from mmserve.scheduler.limits import SchedulerLimits
 from mmserve.scheduler.scheduler import TokenUpdate
@@ -66,6 +70,7 @@ class AsyncEngine:
         lengths = [decoder.max_model_len for decoder in self.composition.decoders.values()]
         self.max_model_len = min([*lengths, self.config.scheduler.max_model_len or max(lengths)])
         self.tokenizers = load_tokenizers(self.composition)
+        self._router = RequestRouter(model, model.served_model_name or self.composition.name, self.tenants.tier)
         self._seeds = random.Random(self.config.model.seed)
         latency = self.metrics.inter_token_latency_seconds
         self._inter_token_latency = {name: latency.labels(name) for name in self.composition.decoders}  # looked up for every token
@@ -121,6 +126,8 @@ class AsyncEngine:
             judges = await asyncio.to_thread(own_judges, self.config, self.composition, device)
             self.guardrail = Guardrail(self.config.guardrail, judges, self._media, self.tokenizers, self._quality, self.metrics)
             stack.push_async_callback(self.guardrail.close)
+            self._escalations = Escalations(self._prompts.make, self._check, self._escalate, self._deliver)
+            stack.push_async_callback(self._escalations.close)
             self._groups = {}
             stack.push_async_callback(self._close_groups)
             for name in self.composition.decoders:
@@ -211,14 +218,8 @@ class AsyncEngine:
     async def _submit(self, request: ChatRequest, *, recorded: bool) -> ActiveRequest:
         arrival_s = time.monotonic()
         routed = route(request.media, has_text=request.num_characters > 0, limits=self.limits)
-        choice = choose_model(
-            request.model,
-            served_name=self.config.model.served_model_name or self.composition.name,
-            available=self._groups.keys(),
-            capable=self._capable(routed),
-            num_media=len(request.media),
-            num_characters=request.num_characters,
-        )
+        waiting = {name: group.num_waiting for name, group in self._groups.items()}
+        choice = self._router.choose(request, available=self._groups.keys(), capable=self._capable(routed), waiting=waiting)
         prompt = await self._prompts.make(request, choice.model, {})
         num_prompt, sampling = len(prompt.fused.token_ids), request.sampling
         reservation = self.quotas.reserve(
@@ -229,13 +230,15 @@ class AsyncEngine:
             may_shorten=sampling.max_tokens is None,
             now_s=time.monotonic(),
         )
-        num_bytes = self._media.num_bytes(prompt.media, choice.model)
+        doubt = self._router.doubt(choice, request)
+        models = (choice.model,) if doubt is None else (choice.model, LARGE)
+        num_bytes = self._media.num_bytes(prompt.media, models)
         try:
             await self._media.room.take(num_bytes)
         except BaseException:
             self.quotas.settle(reservation, 0, time.monotonic())
             raise
-        return self._activate(request, routed, choice, prompt, reservation, num_bytes, arrival_s, recorded)
+        return self._activate(request, routed, choice, doubt, prompt, reservation, num_bytes, arrival_s, recorded)
 
     def _check(self, request: ChatRequest, model: str, prompt: Prompt) -> int:
         """Most tokens that each sequence may reach.  Raises the error of whatever limit it would break."""
@@ -250,6 +253,7 @@ class AsyncEngine:
         request: ChatRequest,
         routed: Route,
         choice: ModelChoice,
+        doubt: Doubt | None,
         prompt: Prompt,
         reservation: Reservation,
         num_bytes: int,
@@ -276,6 +280,7 @@ class AsyncEngine:
             num_media_bytes=num_bytes,
             recorded=recorded,
             bill=self._costs.open(),
+            doubt=doubt,
         )
         generation.on_cancel = lambda: self._cancel(active)
         self._active[generation.request_id] = active
@@ -308,6 +313,7 @@ class AsyncEngine:
                     arrival_s=active.arrival_s,
                     salt=request.cache_salt.encode(),
                     tenant=request.tenant,
+                    num_judged=0 if active.doubt is None else active.doubt.num_tokens,
                 ),
                 self.tokenizers[generation.model],
             )
@@ -339,9 +345,12 @@ class AsyncEngine:
         now_s = time.monotonic()
         for update in updates:
             found = self._active_of.get(update.sequence.seq_id)
-            if found is None:
-                continue  # ended while this step ran
-            active, choice = found
+            if found is not None:  # else it ended while this step ran
+                self._take(*found, self._escalations.sift(found[0], update), now_s)
+        self._records.keep_costs()
+
+    def _take(self, active: ActiveRequest, choice: Choice, updates: SequenceOf[TokenUpdate], now_s: float) -> None:
+        for update in updates:
             if active.last_token_s and update.token is not None:
                 self._inter_token_latency[active.generation.model].observe(now_s - active.last_token_s)
             ending = take_token(active, choice, update, now_s)
@@ -351,7 +360,6 @@ class AsyncEngine:
                 self._groups[active.generation.model].abort(update.sequence.seq_id)
                 if all(each.finished for each in active.choices):
                     self._end(active, ending)
-        self._records.keep_costs()
 
     def _want(self, sequence: Sequence, span: MediaSpan) -> None:
         """A sequence waits for a span's rows: get them, once for each request."""
@@ -400,8 +408,17 @@ class AsyncEngine:
             return
         if left_out == active.left_out and active.generation.request_id in self._active:  # else another fault came, and sees to it
             log.info("request=%s begins again code=%s left_out=%d", active.generation.request_id, error.code, len(prompt.degraded))
-            num_reserved = len(prompt.fused.token_ids) + active.reservation.num_answer
-            self._begin(active, prompt, min(max_total_tokens, num_reserved))
+            self._begin(active, prompt, self._within_reserved(active, prompt, max_total_tokens))
+
+    def _escalate(self, active: ActiveRequest, prompt: Prompt, max_total_tokens: int) -> None:
+        """The large decoder answers in the small one's place."""
+        self._withdraw(active)
+        active.choices, active.doubt = (), None
+        active.generation.model, active.generation.route_reason = LARGE, RouteReason.ESCALATED
+        self._begin(active, prompt, self._within_reserved(active, prompt, max_total_tokens))
+
+    def _within_reserved(self, active: ActiveRequest, prompt: Prompt, max_total_tokens: int) -> int:
+        return min(max_total_tokens, len(prompt.fused.token_ids) + active.reservation.num_answer)
 
     def _cancel(self, active: ActiveRequest) -> None:
         self._end(active, FinishReason.CANCELLED)

@@ -10,7 +10,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -167,10 +167,10 @@ class MediaService:
         if pixels > limit:
             raise TooLarge(f"pictures of one request may have {limit} pixels together, got {pixels}", param="messages")
 
-    def num_bytes(self, media: tuple[PreparedMedia, ...], decoder: str) -> int:
-        """Shared memory a request may need: features and rows of every window.  Raises TooLarge when it never fits."""
-        row_bytes = self._composition.decoders[decoder].hidden_size * ITEM_SIZE[self._rows_dtype]
-        total = sum(item.num_rows * row_bytes + self._feature_bytes(item, decoder) for item in media)
+    def num_bytes(self, media: tuple[PreparedMedia, ...], decoders: Sequence[str]) -> int:
+        """Shared memory a request may need: features and rows of every window, for all of these.  Raises TooLarge when it never fits."""
+        row_bytes = sum(self._composition.decoders[decoder].hidden_size for decoder in decoders) * ITEM_SIZE[self._rows_dtype]
+        total = sum(item.num_rows * row_bytes + self._feature_bytes(item, decoders[0]) for item in media)
         if total > self.room.num_bytes:
             raise TooLarge(f"media of one request may take {self.room.num_bytes} bytes of memory, these take {total}", param="messages")
         return total

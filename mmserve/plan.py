@@ -40,6 +40,7 @@ class RowSampling(NamedTuple):
     banned_ids: tuple[int, ...] = ()  # end tokens while fewer than min_tokens are out
     logit_bias: Mapping[int, float] | None = None
     logprobs: int | None = None
+    entropy: bool = False  # whether the token's is wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,7 @@ class SampledToken(NamedTuple):
     token_id: int
     logprob: float | None = None  # of token_id under the model's own distribution: temperature 1, before penalties
     top: tuple[tuple[int, float], ...] = ()
+    entropy: float | None = None  # of the same distribution, nats
 
 
 @dataclass(frozen=True, slots=True)

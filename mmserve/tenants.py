@@ -58,6 +58,7 @@ class Roll:
 
     by_key: Mapping[str, Tenant] = field(default_factory=lambda: MappingProxyType({}))  # hash of the key -> tenant
     quota_of: Mapping[str, Quota] = field(default_factory=lambda: MappingProxyType({}))  # also of who was on an earlier roll
+    tier_of: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     @property
     def needs_key(self) -> bool:
@@ -67,7 +68,8 @@ class Roll:
     def next(self, tenants: Iterable[Tenant]) -> Roll:
         """The roll after this one.  A request whose tenant was removed while it came in keeps to the quota that was."""
         by_key = {tenant.key_hash: tenant for tenant in tenants if tenant.key_hash}
-        return Roll(by_key, {**self.quota_of, **{tenant.tenant_id: tenant.quota for tenant in by_key.values()}})
+        quota_of = {**self.quota_of, **{tenant.tenant_id: tenant.quota for tenant in by_key.values()}}
+        return Roll(by_key, quota_of, {tenant.tenant_id: tenant.tier for tenant in by_key.values()})
 
 
 class Tenants:
@@ -78,6 +80,9 @@ class Tenants:
 
     def quota(self, tenant_id: str) -> Quota | None:
         return self.roll.quota_of.get(tenant_id)
+
+    def tier(self, tenant_id: str) -> str:
+        return self.roll.tier_of.get(tenant_id, ANYBODY.tier)
 
 
 class TenantRecords:

@@ -12,7 +12,8 @@ from mmserve.modality_router import mix_of
 
 ENCODE_LIMIT = 0.25  # of what a request of text alone takes: encoding should add no more to one with media
 _SELECT = """SELECT tenant_id, date(created_at, 'unixepoch') AS day, modality_mask,
-    count(*), sum(text_tokens + vision_tokens + audio_tokens), sum(image_encode_gpu_s + audio_encode_gpu_s), sum(prefill_gpu_s), sum(decode_gpu_s), sum(usd), sum(saved_usd)
+    count(*), sum(text_tokens + vision_tokens + audio_tokens),
+    sum(image_encode_gpu_s + audio_encode_gpu_s), sum(prefill_gpu_s), sum(decode_gpu_s), sum(usd), sum(saved_usd)
     FROM inference_requests JOIN request_costs USING (request_id) WHERE created_at >= ?
     GROUP BY tenant_id, day, modality_mask ORDER BY tenant_id, day, modality_mask"""
 

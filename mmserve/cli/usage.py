@@ -84,8 +84,8 @@ def _show(report: Mapping[str, Mapping[str, Sum]], text: Sum | None) -> None:
     for name, sums in report.items():
         table = Table(box=None, padding=(0, 2, 0, 0), title=f"by {name}", title_justify="left", title_style="bold")
         table.add_column(name, overflow="fold")
-        for column in ("requests", "prompt tokens", "encode s", "prefill s", "decode s", "USD", "USD/1000", "saved/1000", "encoding adds"):
-            table.add_column(column, justify="right")
+        for column in ("requests", "tokens", "encode", "prefill", "decode", "USD", "USD/1k", "saved/1k", "encoding"):
+            table.add_column(column, justify="right", no_wrap=True)
         for key, each in sums.items():
             share = each.encode_share(text)
             table.add_row(
@@ -102,7 +102,9 @@ def _show(report: Mapping[str, Mapping[str, Sum]], text: Sum | None) -> None:
             )
         console.print(table)
         console.print()
-    console.print(f"[dim]Seconds are GPU-seconds.  Encoding should add at most {ENCODE_LIMIT:.0%} of what text alone takes.[/]")
+    console.print(
+        f"[dim]Encode, prefill and decode in GPU-seconds; tokens are of prompts.  Saved: by caches, an estimate.\nEncoding: what it adds to a request, as a share of one of text alone; at most {ENCODE_LIMIT:.0%} is aimed at.[/]"
+    )
 
 
 def _fields(each: Sum, text: Sum | None) -> dict[str, Any]:

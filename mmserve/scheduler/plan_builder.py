@@ -175,6 +175,7 @@ def _row_sampling(sequence: Sequence, position: int) -> RowSampling:
     repeats = params.repetition_penalty != 1
     penalized = repeats or params.presence_penalty != 0 or params.frequency_penalty != 0
     banned = position - sequence.num_prompt < params.min_tokens
+    judged = position - sequence.num_prompt < sequence.num_judged
     sampling = RowSampling(
         temperature=params.temperature,
         top_p=params.top_p,
@@ -190,8 +191,9 @@ def _row_sampling(sequence: Sequence, position: int) -> RowSampling:
         banned_ids=tuple(sorted(sequence.end_token_ids)) if banned else (),
         logit_bias=dict(params.logit_bias) or None,
         logprobs=params.logprobs,
+        entropy=judged,
     )
-    if not penalized and not banned:
+    if not penalized and not banned and not judged:
         sequence.row_sampling = sampling
     return sampling
 

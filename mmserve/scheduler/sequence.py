@@ -40,6 +40,7 @@ class Sequence:
     arrival_s: float = 0.0
     salt: bytes = b""  # sequences of different salts share nothing
     tenant: str = "default"  # whose use of the device it counts as
+    num_judged: int = 0  # tokens at the answer's start whose entropy is wanted
 
     status: Status = Status.WAITING
     num_computed: int = 0  # leading tokens with KV in `block_table`, as far as steps have landed

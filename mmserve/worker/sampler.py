@@ -38,6 +38,8 @@ class _Reports:
         self._num_top = {i: min(row.logprobs, logits.shape[1]) for i, row in enumerate(rows) if row.logprobs is not None}
         self._logprobs = _pick(logits, list(self._num_top)).log_softmax(dim=-1) if self._num_top else logits[:0]
         self._top = self._logprobs.topk(max(self._num_top.values(), default=0))
+        self._judged = [i for i, row in enumerate(rows) if row.entropy]
+        self._entropies = torch.distributions.Categorical(logits=_pick(logits, self._judged), validate_args=False).entropy()
 
     def tokens(self, token_ids: torch.Tensor, is_finite: torch.Tensor) -> list[SampledToken | None]:
         """Bring everything to the host."""
@@ -49,6 +51,9 @@ class _Reports:
         for (i, num_top), logprob, top in zip(self._num_top.items(), reported, tops, strict=True):
             if (token := tokens[i]) is not None:
                 tokens[i] = SampledToken(token.token_id, logprob, tuple(top[:num_top]))
+        for i, entropy in zip(self._judged, self._entropies.tolist(), strict=True):
+            if (token := tokens[i]) is not None:
+                tokens[i] = token._replace(entropy=entropy)
         return tokens
 
 
