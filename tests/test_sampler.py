@@ -225,3 +225,19 @@ def test_logprobs_zero_reports_the_drawn_token_only_and_many_are_cut_to_the_voca
     assert none.top == ()
     assert none.logprob is not None
     assert [token_id for token_id, _ in many.top] == [1, 4, 2, 0, 3]
+
+
+def test_the_entropy_is_the_models_own_and_of_those_rows_that_ask_for_it() -> None:
+    rows = [RowSampling(), RowSampling(entropy=True), RowSampling(entropy=True, temperature=2.0, logit_bias={0: 50.0}, logprobs=1)]
+    tokens = sample(torch.tensor([LOGITS] * 3), rows)
+    shares = softmax(LOGITS)
+    expected = -sum(share * math.log(share) for share in shares)
+    assert [None if token is None else token.entropy for token in tokens] == [None, pytest.approx(expected), pytest.approx(expected)]
+    assert [len(token.top) for token in tokens if token is not None] == [0, 0, 1]
+
+
+def test_a_row_that_is_not_finite_has_no_entropy() -> None:
+    logits = torch.tensor([LOGITS, [math.nan] * 5])
+    first, second = sample(logits, [RowSampling(entropy=True)] * 2)
+    assert first is not None
+    assert second is None

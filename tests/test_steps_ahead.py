@@ -263,3 +263,23 @@ def test_a_death_with_two_steps_in_flight_ends_the_replica() -> None:
         return orphan.num_worker_deaths
 
     assert run_in_virtual_time(serve()) == 1
+
+
+def test_entropy_is_asked_of_the_first_tokens_alone_and_again_after_a_death() -> None:
+    desk = Desk()
+    each = sequence(1, 5, sampling=greedy(max_tokens=5))
+    each.num_judged = 2
+    desk.add(each)
+    wanted = []
+    for _ in range(4):
+        plan = desk.plan()
+        wanted += [how.entropy for how in plan.sampling if how is not None]
+        desk.land(plan)
+    assert wanted == [True, True, False, False]
+    (orphan,) = desk.scheduler.evacuate()
+    del orphan.token_ids[6:]
+    again = Desk()
+    again.add(orphan)
+    (how,) = again.plan().sampling
+    assert how is not None
+    assert how.entropy

@@ -102,9 +102,8 @@ def _show(report: Mapping[str, Mapping[str, Sum]], text: Sum | None) -> None:
             )
         console.print(table)
         console.print()
-    console.print(
-        f"[dim]Encode, prefill and decode in GPU-seconds; tokens are of prompts.  Saved: by caches, an estimate.\nEncoding: what it adds to a request, as a share of one of text alone; at most {ENCODE_LIMIT:.0%} is aimed at.[/]"
-    )
+    console.print("[dim]Encode, prefill and decode in GPU-seconds; tokens are of prompts.  Saved: by caches, an estimate.")
+    console.print(f"[dim]Encoding: what it adds to a request, as a share of one of text alone; the aim is {ENCODE_LIMIT:.0%} at most.")
 
 
 def _fields(each: Sum, text: Sum | None) -> dict[str, Any]:
