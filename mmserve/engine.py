@@ -29,6 +29,7 @@ from mmserve.errors import ENCODER_FAULTS, EncoderUnavailable, MmserveError, Ove
 from mmserve.escalation import Escalations
 from mmserve.guardrail import Guardrail, own_judges
 from mmserve.ledger import Feedback, Ledger
+from mmserve.loop_lag import watch_lag
 from mmserve.media import MediaKind, MediaLimits, MediaSpan
 from mmserve.media_service import MediaService
 from mmserve.metrics import Metrics
@@ -51,9 +52,6 @@ from mmserve.token_stream import Generation
 from mmserve.tokenizer import load_tokenizers
 
 log = logging.getLogger(__name__)
-
-LAG_INTERVAL_S = 0.05
-LONG_LAG_S = 0.5  # worth a line in the log
 
 
 class AsyncEngine:
@@ -135,7 +133,7 @@ class AsyncEngine:
             stack.push_async_callback(self._end_everything)
             supervisors = [*self._media.supervisors, *(s for group in self._groups.values() for s in group.supervisors)]
             await asyncio.gather(*(supervisor.first_ready() for supervisor in supervisors))
-            lag = asyncio.create_task(self._watch_lag(), name="loop-lag")
+            lag = asyncio.create_task(watch_lag(self.metrics), name="loop-lag")
             stack.callback(lag.cancel)
             await self._prove()
             self._stack = stack.pop_all()
@@ -282,14 +280,15 @@ class AsyncEngine:
             bill=self._costs.open(),
             doubt=doubt,
         )
-        generation.on_cancel = lambda: self._cancel(active)
+        generation.on_cancel = lambda: self._end(active, FinishReason.CANCELLED)
         self._active[generation.request_id] = active
-        self._begin(active, prompt, len(prompt.fused.token_ids) + reservation.num_answer)
+        self._begin(active, prompt, self.max_model_len)
         return active
 
     def _begin(self, active: ActiveRequest, prompt: Prompt, max_total_tokens: int) -> None:
-        """Hand the request's sequences to its decoder, in the place of those that it may have there."""
+        """Hand the request's sequences to its decoder, in the place of those that it may have there; with room as was reserved, at most."""
         generation, request, fused = active.generation, active.request, prompt.fused
+        max_total_tokens = min(max_total_tokens, len(fused.token_ids) + active.reservation.num_answer)
         self._withdraw(active)
         generation.degraded, generation.fallback = prompt.degraded, prompt.fallback
         generation.usage = Usage(
@@ -408,20 +407,14 @@ class AsyncEngine:
             return
         if left_out == active.left_out and active.generation.request_id in self._active:  # else another fault came, and sees to it
             log.info("request=%s begins again code=%s left_out=%d", active.generation.request_id, error.code, len(prompt.degraded))
-            self._begin(active, prompt, self._within_reserved(active, prompt, max_total_tokens))
+            self._begin(active, prompt, max_total_tokens)
 
     def _escalate(self, active: ActiveRequest, prompt: Prompt, max_total_tokens: int) -> None:
         """The large decoder answers in the small one's place."""
         self._withdraw(active)
         active.choices, active.doubt = (), None
         active.generation.model, active.generation.route_reason = LARGE, RouteReason.ESCALATED
-        self._begin(active, prompt, self._within_reserved(active, prompt, max_total_tokens))
-
-    def _within_reserved(self, active: ActiveRequest, prompt: Prompt, max_total_tokens: int) -> int:
-        return min(max_total_tokens, len(prompt.fused.token_ids) + active.reservation.num_answer)
-
-    def _cancel(self, active: ActiveRequest) -> None:
-        self._end(active, FinishReason.CANCELLED)
+        self._begin(active, prompt, max_total_tokens)
 
     def _fail(self, active: ActiveRequest, error: MmserveError) -> None:
         if self._end(active, FinishReason.ERROR):
@@ -437,6 +430,7 @@ class AsyncEngine:
         generation.usage = active.usage()
         generation.timings = record_timings(active, now_s)
         self._withdraw(active)
+        active.doubt = None
         self.guardrail.sample(active, reason)
         for key in active.pinned:
             self._media.cache.unpin(key)
@@ -458,15 +452,6 @@ class AsyncEngine:
     async def _end_everything(self) -> None:
         for active in list(self._active.values()):
             self._fail(active, Overloaded("the server is shutting down", code="shutdown"))
-
-    async def _watch_lag(self) -> None:
-        while True:
-            due = time.monotonic() + LAG_INTERVAL_S
-            await asyncio.sleep(LAG_INTERVAL_S)
-            lag_s = max(0.0, time.monotonic() - due)
-            self.metrics.event_loop_lag_seconds.observe(lag_s)
-            if lag_s >= LONG_LAG_S:
-                log.warning("the event loop stood still for %.1f s", lag_s)
 
     def _make_group(self, name: str, device: str, dtype: str, num_threads: int, buffer: SharedBuffer) -> DecoderGroup:
         scheduler = self.config.scheduler

@@ -315,13 +315,16 @@ class _GuardedStream:
 
     def _follow(self, source: Generation) -> None:
         reader = self.reader
-        reader.usage, reader.timings = source.usage, source.timings
+        reader.model, reader.route_reason = source.model, source.route_reason  # the large decoder may have taken over
+        reader.usage, reader.timings, reader.cost = source.usage, source.timings, source.cost
         reader.degraded, reader.fallback = source.degraded, source.fallback
 
     def _add_up(self, first: Generation, second: Generation) -> None:
         """Both draws were computed, whichever is told."""
         num_tokens = first.usage.completion_tokens + second.usage.completion_tokens
         self.reader.usage = replace(first.usage, completion_tokens=num_tokens)
+        if first.cost is not None and second.cost is not None:
+            self.reader.cost = first.cost + second.cost
         self.reader.timings = {stage: seconds + second.timings.get(stage, 0.0) for stage, seconds in first.timings.items()}
 
 

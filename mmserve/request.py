@@ -148,6 +148,10 @@ class Cost:
     usd: float
     saved_usd: float  # an estimate: what it would have cost more if no cache had held any of it
 
+    def __add__(self, other: Cost) -> Cost:
+        seconds = {stage: own + other.gpu_seconds.get(stage, 0.0) for stage, own in self.gpu_seconds.items()}
+        return Cost(seconds, self.usd + other.usd, self.saved_usd + other.saved_usd)
+
 
 @dataclass(frozen=True, slots=True)
 class Usage:

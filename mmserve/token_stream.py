@@ -41,7 +41,7 @@ class Generation:
     def __init__(self, *, request_id: str, model: str, route_reason: str, usage: Usage, num_choices: int) -> None:
         self.request_id = request_id
         self.created = int(time.time())
-        self.model = model  # small or large
+        self.model = model  # small or large; this and the reason are certain with the first delta
         self.route_reason = route_reason
         self.usage = usage
         self.degraded: tuple[MediaNotice, ...] = ()  # items that were left out; certain with the first delta
@@ -49,7 +49,7 @@ class Generation:
         self.timings: dict[str, float] = {}  # seconds by stage
         self.grounding: Report | None = None  # what the guardrail found, there before the last delta; None: it wasn't asked
         self.cost: Cost | None = None  # known at the end
-        self.on_cancel: Callable[[], None] | None = None
+        self.on_cancel: Callable[[], object] | None = None
         self._waiting: list[Delta] = []
         self.num_choices = num_choices
         self._num_open = num_choices

@@ -28,6 +28,7 @@ WORTH = 1 / 20  # answers that must be mended for each one that is computed by t
 NUM_FOLDS = 5
 L2 = 1.0
 MAX_STEPS, TOLERANCE = 50, 1e-7  # of Newton's method
+MAX_CHANCE = 0.01  # that what escalation mended is chance: the threshold was chosen for it, so less than the usual
 MAX_ESCALATED = 0.10  # share of answers that may be computed twice
 COLUMNS = {name: i for i, name in enumerate((*map(str, range(NUM_BUCKETS)), *COUNTS))}
 
@@ -95,14 +96,24 @@ def doubts(outcomes: Sequence[Outcome], num_judged: int) -> np.ndarray:
     return np.array([max(each.attempts["small"].entropies[:num_judged]) for each in outcomes])
 
 
+def sign_test(num_mended: int, num_spoilt: int) -> float:
+    """Probability of so many mended or more if a second answer were as likely to spoil as to mend (one-sided, exact)."""
+    total = num_mended + num_spoilt
+    return sum(math.comb(total, count) for count in range(num_mended, total + 1)) / 2**total
+
+
 def best_escalation(doubt: np.ndarray, gain: np.ndarray) -> tuple[float | None, float]:
-    """The entropy above which a second answer mends most, each at the price of WORTH, and what that comes to; None if it never does."""
+    """The entropy above which a second answer mends most, each at the price of WORTH, and what that comes to.
+
+    None if it never does, or no more than chance explains: for equally good decoders, too, there is always a threshold that looks good.
+    """
     order = np.argsort(-doubt, kind="stable")
     net = np.cumsum(gain[order] - WORTH)[: int(MAX_ESCALATED * len(doubt))]
     is_step = doubt[order][: len(net)] > doubt[order][1 : len(net) + 1]  # equal entropies go together
     net = np.where(is_step, net, -np.inf)
     last = int(np.argmax(net))
-    if net[last] <= 0:
+    above = gain[order[: last + 1]]
+    if net[last] <= 0 or sign_test(int((above > 0).sum()), int((above < 0).sum())) > MAX_CHANCE:
         return None, 0.0
     return float((doubt[order[last]] + doubt[order[last + 1]]) / 2), float(net[last])
 

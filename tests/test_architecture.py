@@ -23,7 +23,7 @@ ENGINE = {
     "engine", "sync_engine", "active_request", "costs", "request_records", "decoder_group", "decoder_specs", "replica_set", "replica",
     "supervisor", "media_service", "media_room", "encoder_lanes", "supervised_encoder", "tokenizer",
     "chat_template", "token_fuser", "prompt_maker", "modality_router", "model_router", "request_router", "route_classifier",
-    "escalation", "doubt", "token_stream", "readiness", "quarantine",
+    "escalation", "doubt", "loop_lag", "token_stream", "readiness", "quarantine",
     "quota", "tenants", "tenant_watch", "ledger", "ledger_tables", "spool", "usage", "hit_watch", "grounding", "guardrail",
     "answer_quality", "rate_watch", "recent_answers",
 }  # fmt: skip

@@ -14,6 +14,7 @@ from test_engine import ask, clip, config, picture, read, settled
 
 from mmserve import AsyncEngine
 from mmserve.errors import Overloaded
+from mmserve.prompt_maker import Prompt
 from mmserve.request import ChatRequest
 
 NEVER, ALWAYS = 1e9, -1.0  # nats: entropy is never above the one, and always above the other
@@ -89,10 +90,20 @@ async def test_where_the_large_decoder_has_no_room_the_small_ones_answer_goes_on
 
 async def test_a_client_that_leaves_while_it_is_moved_leaves_nothing_behind(model: Path, tmp_path: Path) -> None:
     async with engine_of(model, tmp_path, ALWAYS) as engine:
-        generations = [await engine.submit(question()) for _ in range(6)]
-        for i, generation in enumerate(generations):
-            await asyncio.sleep(0.02 * i)
-            generation.cancel()
+        begun, go_on = asyncio.Event(), asyncio.Event()
+        make = engine._escalations._make
+
+        async def make_slowly(*args: object) -> Prompt:
+            begun.set()
+            await go_on.wait()
+            return await make(*args)
+
+        engine._escalations._make = make_slowly
+        generation = await engine.submit(question())
+        await begun.wait()
+        generation.cancel()
+        go_on.set()
+        await asyncio.gather(*engine._escalations._tasks)
         await settled(engine)
 
 

@@ -13,7 +13,7 @@ from mmserve.composition import BUNDLED
 from mmserve.route_classifier import FILE, RouteClassifier
 from scripts.measure_router import Held, policies
 from scripts.routing.outcomes import Attempt, Outcome, read_outcomes, write_outcomes
-from scripts.train_router import ANSWERS, asked_of, auc, best_escalation, gains, train
+from scripts.train_router import ANSWERS, asked_of, auc, best_escalation, gains, sign_test, train
 
 
 def outcome(seed: int, text: str, *, small: bool, large: bool, doubt: float = 0.0) -> Outcome:
@@ -48,6 +48,11 @@ def test_escalation_is_worth_it_down_to_where_it_mends_less_than_one_in_twenty()
     assert limit == pytest.approx((doubt[-20] + doubt[-21]) / 2)
     assert net == pytest.approx(20 * 0.95)
     assert best_escalation(doubt, -gain) == (None, 0.0)
+    by_chance = np.zeros(1000, int)
+    by_chance[-9:] = [1, 1, -1, 1, 1, -1, 1, -1, 1]
+    assert best_escalation(doubt, by_chance) == (None, 0.0)
+    assert sign_test(5, 0) == pytest.approx(1 / 32)
+    assert sign_test(0, 3) == 1.0
 
 
 def test_what_can_be_learnt_is_learnt(tmp_path: Path) -> None:
@@ -85,5 +90,5 @@ def test_the_bundled_router_is_what_training_makes_of_the_answers_beside_it() ->
     assert int(np.sum(gains(outcomes) > 0)) == 11
     classifier = RouteClassifier.read(BUNDLED / FILE)
     assert classifier is not None
-    assert classifier.escalate_above == bundled["escalate_above"]
+    assert bundled["escalate_above"] is None  # nor do they support a second answer
     assert max(classifier.gain(asked_of(each)) for each in outcomes) < classifier.threshold  # the data support no routing by words

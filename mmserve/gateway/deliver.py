@@ -32,7 +32,7 @@ async def deliver(request: web.Request, call: Call, schema: MakeSchema, state: S
     with state.hold(generation):
         answer = Answer(
             generation,
-            schema(partial(state.engine.token_text, model=generation.model)),
+            schema(lambda token_id: state.engine.token_text(token_id, generation.model)),
             model=state.shown_model(call.request.model),
             usage_in_chunks=call.include_usage,
             explain=call.explain,

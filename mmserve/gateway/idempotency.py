@@ -149,6 +149,7 @@ class _Answer:
 
     def _tell(self, batch: Iterable[Delta], source: Generation) -> None:
         for reader in self._readers:
+            reader.model, reader.route_reason = source.model, source.route_reason
             reader.usage, reader.timings, reader.cost = source.usage, source.timings, source.cost
             reader.grounding = source.grounding
             reader.degraded, reader.fallback = source.degraded, source.fallback
