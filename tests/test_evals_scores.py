@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,12 +150,12 @@ def test_a_few_mentions_prove_no_low_rate() -> None:
 
 
 def test_answers_that_depend_on_a_cache_stop_a_deploy() -> None:
-    [item] = {answer.item.id: answer.item for answer in many(1, 1)}.values()
+    [item] = [answer.item for answer in many(1, 1)]
     same = {"cold": "a", "kv hit": "a", "embedding hit": "a"}
-    probes = [StateProbe(item, same, {}), StateProbe(item, same | {"kv hit": "b"}, {})]
+    probes = [StateProbe(item, same, {}), StateProbe(replace(item, id="stale"), same | {"kv hit": "b"}, {})]
     decision = decide(by_slice(many(400, 400)), None, probes, Bars())
     assert decision.outcome is Outcome.BREACHED
-    assert [str(finding) for finding in decision.findings] == ["image: answers changed between cold, embedding hit and kv hit: i"]
+    assert [str(finding) for finding in decision.findings] == ["image: answers changed between cold, embedding hit and kv hit: stale"]
 
 
 # --- order -------------------------------------------------------------------------------------------------------------------
