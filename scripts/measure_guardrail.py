@@ -1,6 +1,7 @@
 """How often the guardrail finds an object that isn't there, and how often it finds one that is: precision and recall, by model.
 
     python -m scripts.measure_guardrail                 200 answers of each decoder about held-out pictures
+    python -m scripts.measure_guardrail --planted 0 --temperature 1.8       what a model makes up by itself when it is hot
 
 An engine in this process answers questions about one picture or two.  Into half of its answers one object is written that none of the
 pictures shows, often one that looks like what they do show; then each answer is held against its pictures as a request's would be.  What
@@ -92,12 +93,14 @@ def plant(rng: random.Random, text: str, kind: str) -> str:
     return f"{text} There {'is' if said == singular else 'are'} also {said}."
 
 
-async def ask(engine: AsyncEngine, model: str, seed: int, is_planted: bool) -> Sample:
+async def ask(engine: AsyncEngine, model: str, seed: int, temperature: float, is_planted: bool) -> Sample:
     rng = random.Random(seed)
     scenes = [sample_scene(rng) for _ in range(rng.choice((1, 1, 1, 2)))]
     question = rng.choice(NAME_BOTH if len(scenes) > 1 else rng.choice((NAME, DESCRIBE)))
     pictures = [MediaItem(MediaKind.IMAGE, png(render(scene, augment=rng.random() < 0.4).image)) for scene in scenes]
-    request = ChatRequest((Message("user", (*pictures, question)),), SamplingParams(temperature=0, max_tokens=80), model=model)
+    request = ChatRequest(
+        (Message("user", (*pictures, question)),), SamplingParams(temperature=temperature, seed=seed, max_tokens=80), model=model
+    )
     active = await engine._admit(request)
     text = "".join([delta.text async for delta in active.generation])
     if is_planted:
@@ -136,7 +139,9 @@ async def measure(options: argparse.Namespace, console: Console) -> dict[str, ob
         async with AsyncEngine(from_mapping({"data-dir": scratch, "grounding-sample": 0})) as engine:
             for model in options.models:
                 samples = [
-                    await ask(engine, model, FIRST_SEED + i, is_planted=i % 2 == 0)
+                    await ask(
+                        engine, model, FIRST_SEED + i, options.temperature, is_planted=(i + 1) * options.planted % 1 < options.planted
+                    )
                     for i in track(range(options.answers), description=model, console=console)
                 ]
                 shares = figures(samples)
@@ -162,6 +167,8 @@ async def measure(options: argparse.Namespace, console: Console) -> dict[str, ob
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--answers", type=int, default=200)
+    parser.add_argument("--planted", type=float, default=0.5, help="share of the answers into which an object is written")
+    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--models", nargs="+", default=["small", "large"], choices=["small", "large"])
     report = asyncio.run(measure(parser.parse_args(), Console(width=120)))
     print(json.dumps(report))
