@@ -158,7 +158,7 @@ def test_each_photo_sent_is_the_same_picture_in_other_bytes_by_either_route(monk
     sent = []
     for _ in range(2):
         _, _, body = photos.chat()
-        url = json.loads(body)["messages"][0]["content"][0]["image_url"]["url"]
+        url = json.loads(body)["messages"][0]["content"][1]["image_url"]["url"]
         sent.append(base64.b64decode(url.partition(",")[2], validate=True))
         _, _, form = photos.generate()
         sent.append(parse_multipart(form, b"photo")[-1].data)
