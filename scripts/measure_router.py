@@ -111,11 +111,11 @@ def decision_us(outcomes: Sequence[Outcome], classifier: RouteClassifier) -> dic
     return {f"p{share}": round(float(np.percentile(times, share)), 1) for share in (50, 99)}
 
 
-async def ask_live(num_items: int, concurrency: int) -> dict[str, Any]:
+async def ask_live(model: Path, num_items: int, concurrency: int) -> dict[str, Any]:
     """What `auto` does on a real server."""
     found: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="mmserve-router-") as scratch:
-        async with server(Path(scratch)) as url, client(url) as openai:
+        async with server(Path(scratch), "--model", str(model)) as url, client(url) as openai:
             await ask_each(openai, sample_items(num_items, HELD_OUT_SEED), ("auto",), concurrency, found.append)
     attempts = [each.attempts["auto"] for each in found]
     return {
@@ -163,14 +163,14 @@ def table(points: Sequence[Point]) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("answers", type=Path, help="of both decoders, from scripts.routing.outcomes, with other seeds than were trained on")
-    parser.add_argument("--router", type=Path, default=BUNDLED / FILE)
+    parser.add_argument("--model", type=Path, default=BUNDLED, help="directory whose decoders answered, with its router.json")
     parser.add_argument("--plot", type=Path, metavar="PNG")
     parser.add_argument("--live", type=int, default=0, metavar="N", help="ask a server of its own the first N questions with model auto")
     parser.add_argument("--concurrency", type=int, default=6)
     options = parser.parse_args()
-    classifier = RouteClassifier.read(options.router)
+    classifier = RouteClassifier.read(options.model / FILE)
     if classifier is None:
-        parser.error(f"there is no {options.router}")
+        parser.error(f"there is no {options.model / FILE}")
     outcomes = read_outcomes(options.answers)
     single, by_gain, by_doubt = policies(Held(outcomes, classifier), classifier)
     Console(width=110).print(table([*single, *by_gain, *by_doubt]))
@@ -184,7 +184,7 @@ def main() -> None:
         "decision_us": decision_us(outcomes, classifier),
     }
     if options.live:
-        report["live"] = asyncio.run(ask_live(options.live, options.concurrency))
+        report["live"] = asyncio.run(ask_live(options.model, options.live, options.concurrency))
     print(json.dumps(report))
 
 

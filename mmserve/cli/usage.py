@@ -82,16 +82,15 @@ def _read(path: Path, since_s: float) -> list[Used]:
 def _show(report: Mapping[str, Mapping[str, Sum]], text: Sum | None) -> None:
     console = Console(highlight=False)
     for name, sums in report.items():
-        table = Table(box=None, padding=(0, 2, 0, 0), title=f"by {name}", title_justify="left", title_style="bold")
-        table.add_column(name, overflow="fold")
-        for column in ("requests", "tokens", "encode", "prefill", "decode", "USD", "USD/1k", "saved/1k", "encoding"):
+        table = Table(box=None, padding=(0, 1, 0, 0), title=f"by {name}", title_justify="left", title_style="bold")
+        table.add_column(name, overflow="fold", min_width=10)
+        for column in ("requests", "encode", "prefill", "decode", "USD", "USD/1k", "saved/1k", "encoding"):
             table.add_column(column, justify="right", no_wrap=True)
         for key, each in sums.items():
             share = each.encode_share(text)
             table.add_row(
                 key,
                 f"{each.num_requests:,}",
-                f"{each.prompt_tokens:,}",
                 f"{each.encode_gpu_s:.1f}",
                 f"{each.prefill_gpu_s:.1f}",
                 f"{each.decode_gpu_s:.1f}",
@@ -102,7 +101,7 @@ def _show(report: Mapping[str, Mapping[str, Sum]], text: Sum | None) -> None:
             )
         console.print(table)
         console.print()
-    console.print("[dim]Encode, prefill and decode in GPU-seconds; tokens are of prompts.  Saved: by caches, an estimate.")
+    console.print("[dim]Encode, prefill and decode in GPU-seconds.  Saved: by caches, an estimate.")
     console.print(f"[dim]Encoding: what it adds to a request, as a share of one of text alone; the aim is {ENCODE_LIMIT:.0%} at most.")
 
 
