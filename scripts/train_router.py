@@ -29,7 +29,7 @@ NUM_FOLDS = 5
 L2 = 1.0
 MAX_STEPS, TOLERANCE = 50, 1e-7  # of Newton's method
 MAX_CHANCE = 0.01  # that what escalation mended is chance: the threshold was chosen for it, so less than the usual
-MAX_ESCALATED = 0.10  # share of answers that may be computed twice
+MAX_ESCALATED = 0.3  # share of answers that may be computed twice
 COLUMNS = {name: i for i, name in enumerate((*map(str, range(NUM_BUCKETS)), *COUNTS))}
 
 
@@ -102,13 +102,13 @@ def sign_test(num_mended: int, num_spoilt: int) -> float:
     return sum(math.comb(total, count) for count in range(num_mended, total + 1)) / 2**total
 
 
-def best_escalation(doubt: np.ndarray, gain: np.ndarray) -> tuple[float | None, float]:
-    """The entropy above which a second answer mends most, each at the price of WORTH, and what that comes to.
+def best_escalation(doubt: np.ndarray, gain: np.ndarray, worth: float = WORTH) -> tuple[float | None, float]:
+    """The entropy above which a second answer mends most, each at the price of `worth`, and what that comes to.
 
     None if it never does, or no more than chance explains: for equally good decoders, too, there is always a threshold that looks good.
     """
     order = np.argsort(-doubt, kind="stable")
-    net = np.cumsum(gain[order] - WORTH)[: int(MAX_ESCALATED * len(doubt))]
+    net = np.cumsum(gain[order] - worth)[: int(MAX_ESCALATED * len(doubt))]
     is_step = doubt[order][: len(net)] > doubt[order][1 : len(net) + 1]  # equal entropies go together
     net = np.where(is_step, net, -np.inf)
     last = int(np.argmax(net))
@@ -118,16 +118,16 @@ def best_escalation(doubt: np.ndarray, gain: np.ndarray) -> tuple[float | None, 
     return float((doubt[order[last]] + doubt[order[last + 1]]) / 2), float(net[last])
 
 
-def train(outcomes: Sequence[Outcome]) -> tuple[dict[str, Any], dict[str, Any]]:
+def train(outcomes: Sequence[Outcome], worth: float = WORTH) -> tuple[dict[str, Any], dict[str, Any]]:
     """`router.json`, and the report."""
     x, gain = matrix(outcomes), gains(outcomes)
     is_mended = gain > 0
     weights = fit(x, is_mended.astype(float))
     area, error = auc(out_of_fold(x, is_mended.astype(float)), is_mended)
-    escalations = {num: best_escalation(doubts(outcomes, num), gain) for num in range(1, NUM_ENTROPIES + 1)}
+    escalations = {num: best_escalation(doubts(outcomes, num), gain, worth) for num in range(1, NUM_ENTROPIES + 1)}
     num_judged = max(escalations, key=lambda num: (round(escalations[num][1], 6), -num))  # the fewest among equals
     kept = {name: round(float(weights[column]), 4) for name, column in COLUMNS.items() if abs(weights[column]) >= 5e-5}
-    router = {"weights": kept, "threshold": WORTH, "escalate_above": escalations[num_judged][0], "num_judged": num_judged}
+    router = {"weights": kept, "threshold": worth, "escalate_above": escalations[num_judged][0], "num_judged": num_judged}
     shares = 1 / (1 + np.exp(-x @ weights))
     is_wrong = np.array([not each.attempts["small"].right for each in outcomes])
     report = {
@@ -137,7 +137,7 @@ def train(outcomes: Sequence[Outcome]) -> tuple[dict[str, Any], dict[str, Any]]:
         "only_small_right": int((gain < 0).sum()),
         "classifier_auc": round(area, 3),
         "classifier_auc_95": [round(max(0.0, area - 1.96 * error), 3), round(min(1.0, area + 1.96 * error), 3)],
-        "share_to_large": round(float((shares >= WORTH).mean()), 4),
+        "share_to_large": round(float((shares >= worth).mean()), 4),
         "entropy_auc_small_wrong": {num: round(auc(doubts(outcomes, num), is_wrong)[0], 3) for num in escalations},
         "entropy_auc_mended": {num: round(auc(doubts(outcomes, num), is_mended)[0], 3) for num in escalations},
         "escalate_above": router["escalate_above"],
@@ -153,8 +153,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("answers", type=Path, nargs="?", default=ANSWERS)
     parser.add_argument("--out", type=Path, default=BUNDLED / FILE)
+    parser.add_argument("--worth", type=float, default=WORTH, help="answers mended for each computed by the large decoder instead")
     options = parser.parse_args()
-    router, report = train(read_outcomes(options.answers))
+    router, report = train(read_outcomes(options.answers), options.worth)
     options.out.write_text(json.dumps(router, indent=1, sort_keys=True) + "\n")
     print(json.dumps(report))
 

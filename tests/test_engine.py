@@ -20,6 +20,7 @@ from PIL import Image
 
 from mmserve import AsyncEngine, ChatRequest, Config, Message, SamplingParams
 from mmserve.config import EncoderConfig, ModelConfig, SchedulerConfig, StorageConfig
+from mmserve.encoders.encoder_pool import Pay
 from mmserve.errors import BadRequest, ContextLengthExceeded, ModelNotFound, UndecodableMedia
 from mmserve.media import MediaItem, MediaKind, MediaWindow, PreparedMedia
 from mmserve.request import FinishReason
@@ -144,9 +145,9 @@ async def test_encodings_that_finish_in_any_order_give_the_same_tokens(engine: A
     for order in itertools.permutations(range(4)):
         gates = {item.param: asyncio.Event() for item in items}
 
-        async def fetch_in_turn(media: PreparedMedia, window: MediaWindow, decoder: str, gates: dict = gates) -> str:
+        async def fetch_in_turn(media: PreparedMedia, window: MediaWindow, decoder: str, pay: Pay, gates: dict = gates) -> str:
             await gates[media.item.param].wait()
-            return await fetch(media, window, decoder)
+            return await fetch(media, window, decoder, pay)
 
         monkeypatch.setattr(engine._media, "fetch", fetch_in_turn)
         request = dataclasses.replace(ask("first ", *items[:2], " then ", *items[2:]), cache_salt=str(order))
