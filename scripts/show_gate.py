@@ -47,9 +47,14 @@ Body = dict[str, Any]
 
 
 def damage_adapter(directory: Path, noise: float) -> Path:
-    """A copy of the bundled model whose vision projectors carry noise, in units of each tensor's own spread."""
+    """A copy of the bundled model whose vision projectors carry noise, in units of each tensor's own spread.
+
+    Without its guardrail, whose probes know the weights that they were trained for, and refuse others.
+    """
     copy = directory / "damaged"
     shutil.copytree(composition.BUNDLED, copy)
+    toml = copy / "composition.toml"
+    toml.write_text(toml.read_text().partition("[guardrail]")[0])
     random = torch.Generator().manual_seed(0)
     for path in sorted(copy.glob("projectors/vision-*.safetensors")):
         noisy = {
