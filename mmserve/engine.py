@@ -229,8 +229,7 @@ class AsyncEngine:
             now_s=time.monotonic(),
         )
         doubt = self._router.doubt(choice, request)
-        models = (choice.model,) if doubt is None else (choice.model, LARGE)
-        num_bytes = self._media.num_bytes(prompt.media, models)
+        num_bytes = self._media.num_bytes(prompt.media, (choice.model,) if doubt is None else (choice.model, LARGE))
         try:
             await self._media.room.take(num_bytes)
         except BaseException:
@@ -349,7 +348,7 @@ class AsyncEngine:
         self._records.keep_costs()
 
     def _take(self, active: ActiveRequest, choice: Choice, updates: SequenceOf[TokenUpdate], now_s: float) -> None:
-        for update in updates:
+        for update in itertools.takewhile(lambda _: not choice.finished, updates):  # a stop string may end it within what was held back
             if active.last_token_s and update.token is not None:
                 self._inter_token_latency[active.generation.model].observe(now_s - active.last_token_s)
             ending = take_token(active, choice, update, now_s)

@@ -15,7 +15,7 @@ from test_engine import ask, clip, config, picture, read, settled
 from mmserve import AsyncEngine
 from mmserve.errors import Overloaded
 from mmserve.prompt_maker import Prompt
-from mmserve.request import ChatRequest
+from mmserve.request import ChatRequest, FinishReason
 
 NEVER, ALWAYS = 1e9, -1.0  # nats: entropy is never above the one, and always above the other
 
@@ -112,3 +112,16 @@ async def test_an_answer_shorter_than_what_is_looked_at_is_told_at_its_end(model
         generation = await engine.submit(ask("a question", model="auto", max_tokens=3))
         batch = await generation.next_batch()
         assert [len(delta.token_ids) for delta in batch] == [1, 1, 1]
+
+
+async def test_nothing_is_told_behind_a_stop_string_among_what_was_held_back(model: Path, tmp_path: Path) -> None:
+    async with engine_of(model, tmp_path, NEVER, num_judged=12) as engine:
+        whole = [delta async for delta in await engine.submit(ask("a question", model="auto"))]
+        stop = next(delta.text.strip() for delta in whole if len(delta.text.strip()) > 1)
+        generation = await engine.submit(ask("a question", model="auto", stop=(stop,)))
+        told = [delta async for delta in generation]
+        assert told[-1].finish_reason is FinishReason.STOP
+        assert [delta.finish_reason for delta in told[:-1]] == [None] * (len(told) - 1)
+        assert len(told) < len(whole)
+        assert stop not in "".join(delta.text for delta in told)
+        await settled(engine)
