@@ -115,7 +115,7 @@ async def test_an_answer_shorter_than_what_is_looked_at_is_told_at_its_end(model
 
 
 async def test_nothing_is_told_behind_a_stop_string_among_what_was_held_back(model: Path, tmp_path: Path) -> None:
-    async with engine_of(model, tmp_path, NEVER, num_judged=12) as engine:
+    async with engine_of(model, tmp_path, NEVER, num_judged=12) as engine, asyncio.timeout(60):
         whole = [delta async for delta in await engine.submit(ask("a question", model="auto"))]
         stop = next(delta.text.strip() for delta in whole if len(delta.text.strip()) > 1)
         generation = await engine.submit(ask("a question", model="auto", stop=(stop,)))
