@@ -1,10 +1,12 @@
-"""What a decoder's worker processes are told at their start: a spec for each rank of each replica, from settings and checkpoint."""
+"""What a decoder is told at its start: a spec for each rank of each replica, and its scheduler's limits, from settings and checkpoint."""
 
 from __future__ import annotations
 
 from mmserve.composition import Composition
-from mmserve.config import Config, is_simulated, kv_block_size, replica_devices
+from mmserve.config import Config, SchedulerConfig, is_simulated, kv_block_size, max_queue_wait_s, replica_devices, tpot_target_ms
 from mmserve.plan import DecoderWorkerSpec, SimulatedModel
+from mmserve.scheduler.admission import QueueLimits
+from mmserve.scheduler.limits import SchedulerLimits
 from mmserve.tokenizer import Tokenizer
 
 NUM_SIMULATED_IDS = 256  # different tokens in answers of simulated devices
@@ -50,3 +52,12 @@ def replica_specs(
 
     replicas = replica_devices(devices_text, device, num_ranks, f"{name}-devices")
     return tuple(tuple(map(spec, ranks)) for ranks in replicas)
+
+
+def scheduler_limits(config: SchedulerConfig, device: str, max_model_len: int) -> SchedulerLimits:
+    target_ms = tpot_target_ms(config.tpot_target_ms, device)
+    return SchedulerLimits(max_model_len, config.max_num_seqs, config.max_num_batched_tokens, target_ms)
+
+
+def queue_limits(config: SchedulerConfig, device: str) -> QueueLimits:
+    return QueueLimits(config.max_num_queued_reqs, max_queue_wait_s(config.max_queue_wait_s, device))

@@ -15,15 +15,16 @@ import uuid
 from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Self
 
 from mmserve.active_request import ActiveRequest, Choice, new_choice, record_timings, take_token
 from mmserve.answer_quality import AnswerQuality
 from mmserve.composition import load_composition
-from mmserve.config import Config, chosen_device, device_names, max_queue_wait_s, tpot_target_ms
+from mmserve.config import Config, chosen_device, device_names
 from mmserve.costs import CostBooks, Prices
 from mmserve.decoder_group import DecoderGroup
-from mmserve.decoder_specs import replica_specs
+from mmserve.decoder_specs import queue_limits, replica_specs, scheduler_limits
 from mmserve.doubt import Doubt
 from mmserve.errors import ENCODER_FAULTS, EncoderUnavailable, MmserveError, Overloaded, RateLimited, WorkerLost
 from mmserve.escalation import Escalations
@@ -42,8 +43,6 @@ from mmserve.readiness import proof_requests
 from mmserve.request import ChatRequest, FinishReason, Usage
 from mmserve.request_records import RequestRecords
 from mmserve.request_router import RequestRouter
-from mmserve.scheduler.admission import QueueLimits
-from mmserve.scheduler.limits import SchedulerLimits
 from mmserve.scheduler.scheduler import TokenUpdate
 from mmserve.scheduler.sequence import Sequence
 from mmserve.shared_buffer import SharedBuffer
@@ -368,7 +367,13 @@ class AsyncEngine:
         flight = (active.generation.request_id, span.key)
         task = asyncio.create_task(self._fetch(active, span.key), name=f"fetch-{flight[0]}")
         self._fetches[flight] = task
-        task.add_done_callback(lambda _: self._fetches.pop(flight, None))
+        task.add_done_callback(partial(self._fetched, active, flight))
+
+    def _fetched(self, active: ActiveRequest, flight: tuple[str, bytes], task: asyncio.Task[None]) -> None:
+        self._fetches.pop(flight, None)
+        if not task.cancelled() and (error := task.exception()) is not None:  # a mistake of ours: nobody must wait for it for ever
+            log.error("request=%s media could not be brought", flight[0], exc_info=error)
+            self._fail(active, MmserveError("internal error"))
 
     async def _fetch(self, active: ActiveRequest, key: bytes) -> None:
         item, window = active.windows[key]
@@ -453,7 +458,6 @@ class AsyncEngine:
             self._fail(active, Overloaded("the server is shutting down", code="shutdown"))
 
     def _make_group(self, name: str, device: str, dtype: str, num_threads: int, buffer: SharedBuffer) -> DecoderGroup:
-        scheduler = self.config.scheduler
         return DecoderGroup(
             replica_specs(
                 name,
@@ -466,16 +470,11 @@ class AsyncEngine:
                 tokenizer=self.tokenizers[name],
             ),
             buffer.memory,
-            SchedulerLimits(
-                self.max_model_len,
-                scheduler.max_num_seqs,
-                scheduler.max_num_batched_tokens,
-                tpot_target_ms(scheduler.tpot_target_ms, device),
-            ),
+            scheduler_limits(self.config.scheduler, device, self.max_model_len),
             self._media.cache,
             self.metrics,
-            queue=QueueLimits(scheduler.max_num_queued_reqs, max_queue_wait_s(scheduler.max_queue_wait_s, device)),
-            enable_prefix_caching=scheduler.enable_prefix_caching,
+            queue=queue_limits(self.config.scheduler, device),
+            enable_prefix_caching=self.config.scheduler.enable_prefix_caching,
             deliver=self._deliver,
             want=self._want,
             lost=self._lose,

@@ -62,8 +62,11 @@ class Escalations:
         try:
             prompt = await self._make(active.request, LARGE, dict(active.left_out))
             max_total_tokens = self._check(active.request, LARGE, prompt)
-        except MmserveError as refusal:
-            log.info("request=%s stays with the small decoder code=%s", active.generation.request_id, refusal.code)
+        except Exception as error:  # also a mistake of ours: nobody must wait for it for ever
+            if isinstance(error, MmserveError):
+                log.info("request=%s stays with the small decoder code=%s", active.generation.request_id, error.code)
+            else:
+                log.exception("request=%s could not be moved to the large decoder", active.generation.request_id)
             if active.doubt is doubt:
                 active.doubt = None
                 self._deliver(doubt.held)

@@ -21,7 +21,7 @@ from PIL import Image
 from mmserve import AsyncEngine, ChatRequest, Config, Message, SamplingParams
 from mmserve.config import EncoderConfig, ModelConfig, SchedulerConfig, StorageConfig
 from mmserve.encoders.encoder_pool import Pay
-from mmserve.errors import BadRequest, ContextLengthExceeded, ModelNotFound, UndecodableMedia
+from mmserve.errors import BadRequest, ContextLengthExceeded, MmserveError, ModelNotFound, UndecodableMedia
 from mmserve.media import MediaItem, MediaKind, MediaWindow, PreparedMedia
 from mmserve.request import FinishReason
 from mmserve.token_stream import Generation
@@ -246,6 +246,19 @@ async def test_a_broken_picture_fails_alone(engine: AsyncEngine):
         await tokens(engine, ask(broken, "?"))
     assert error.value.param == "messages[0].content[0]"
     await asyncio.gather(*good)
+    await settled(engine)
+
+
+async def test_a_mistake_of_ours_on_the_way_to_the_rows_is_an_error_and_no_hang(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch):
+    """Whatever was no MmserveError ended the task that fetched, and the request waited for ever."""
+
+    async def fetch(*_: object) -> str:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(engine._media, "fetch", fetch)
+    async with asyncio.timeout(60):
+        with pytest.raises(MmserveError, match="internal error"):
+            await tokens(engine, ask(picture(990), "what is it?"))
     await settled(engine)
 
 
