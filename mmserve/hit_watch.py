@@ -36,7 +36,7 @@ class HitWatch:
     of them, and each window that is forgotten here and may live on there, excuses one hit at first sight.
     """
 
-    def __init__(self, num_inherited: int | None, *, max_windows: int = 2**16, span_s: float = 300.0, alarm_every_s: float = 60.0) -> None:
+    def __init__(self, num_inherited: int | None, *, max_windows: int = 2**13, span_s: float = 300.0, alarm_every_s: float = 60.0) -> None:
         self._num_excuses = math.inf if num_inherited is None else num_inherited
         self._max_windows = max_windows
         self._span_s = span_s

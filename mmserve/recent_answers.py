@@ -18,7 +18,7 @@ class Answered:
 class RecentAnswers:
     """The last `max_answers`, by request id, for as long as they are among them; and by question, for `repeat_s`."""
 
-    def __init__(self, *, max_answers: int = 2**16, repeat_s: float = 300.0) -> None:
+    def __init__(self, *, max_answers: int = 2**13, repeat_s: float = 300.0) -> None:
         self._max_answers = max_answers
         self._repeat_s = repeat_s
         self._by_id: OrderedDict[str, Answered] = OrderedDict()  # oldest first

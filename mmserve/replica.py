@@ -154,8 +154,7 @@ class Replica:
             self._rows.pin(key)
         if not self._flights:
             self._began_s = self._now_s()
-        scheduler = self.scheduler
-        timeout_s = HUNG_S + SLOWER * scheduler.expected_s if scheduler.is_familiar else GUESS_TIMEOUT_S
+        timeout_s = min(HUNG_S + SLOWER * self.scheduler.slowest_s, GUESS_TIMEOUT_S)
         reply = self._worker.send(plan, timeout_s)
         self._flights.append(_Flight(reply, pinned))
         reply.add_done_callback(lambda _: self._wake.set())

@@ -132,3 +132,16 @@ def test_a_chunk_that_fits_the_time_is_the_longest_that_does(prior: Coefficients
 def test_a_prior_must_be_positive():
     with pytest.raises(ValueError, match="positive"):
         CostModel(PRIOR._replace(pair=0.0))
+
+
+def test_after_a_slow_step_the_next_may_be_slow_too():
+    """The second piece of a long prompt was taken for hung where the first had taken as long: predictions learn slowly."""
+    costs = CostModel()
+    large, small = shape_of([(0, 1024)]), shape_of([(0, 1)])
+    assert costs.slowest_ms(large) == math.inf
+    costs.observe(large, 6.0)
+    assert costs.slowest_ms(shape_of([(1024, 1524)])) >= 6000.0
+    assert costs.slowest_ms(shape_of([(0, 5000)])) == math.inf
+    for _ in range(200):
+        costs.observe(small, 0.005)
+    assert costs.slowest_ms(small) < 100.0

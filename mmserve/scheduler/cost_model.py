@@ -19,6 +19,7 @@ NUM_SWEEPS = 4  # of coordinate descent after a step; the next one goes on from 
 PRIOR_WEIGHT = 1e-3  # of a measured step, for each coefficient as it was at the start
 MIN_EVIDENCE = 1e-12  # below this nothing recent speaks of a coefficient, and it stays what it is
 MAX_SPEEDUP = 4.0  # a step this many times faster than predicted counts no more than that
+SLOW_DECAY = 0.95  # a step: a slow one is remembered for some dozens
 
 
 class StepShape(NamedTuple):
@@ -70,10 +71,14 @@ class CostModel:
         self._moment = [PRIOR_WEIGHT] * len(prior)
         self.coefficients = prior
         self._most_tokens = 0  # of a step that was measured
+        self._slow_ms = 0.0  # the slowest of the last steps
 
-    def is_familiar(self, shape: StepShape) -> bool:
-        """Whether steps of that size have been measured, so that a prediction is more than a guess."""
-        return shape.num_tokens <= 2 * self._most_tokens
+    def slowest_ms(self, shape: StepShape) -> float:
+        """How long such a step may be thought to take: as predicted, or as long as others of late, which a prediction learns from slowly.
+
+        Infinite for one that is larger than any that was measured: there a prediction is a guess.
+        """
+        return max(self.step_ms(shape), self._slow_ms) if shape.num_tokens <= 2 * self._most_tokens else math.inf
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         """Learn from a step that went through.  A worker that measures nothing says 0 seconds and teaches nothing."""
@@ -81,6 +86,7 @@ class CostModel:
         if not (math.isfinite(measured_ms) and measured_ms > 0):
             return
         self._most_tokens = max(self._most_tokens, shape.num_tokens)
+        self._slow_ms = max(measured_ms, SLOW_DECAY * self._slow_ms)
         unit_ms = max(measured_ms, self.step_ms(shape) / MAX_SPEEDUP)
         terms = [each * weight / unit_ms for each, weight in zip(self._prior, (1, *shape), strict=True)]
         target = measured_ms / unit_ms

@@ -104,9 +104,9 @@ class Scheduler:
         return self._costs.step_ms(self._steps[-1].shape) / 1e3
 
     @property
-    def is_familiar(self) -> bool:
-        """Whether `expected_s` is more than a guess."""
-        return self._costs.is_familiar(self._steps[-1].shape)
+    def slowest_s(self) -> float:
+        """How long it may be thought to take; infinite if nothing like it was measured."""
+        return self._costs.slowest_ms(self._steps[-1].shape) / 1e3
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence, or one evacuated from another replica.  Admission has made sure that it can ever fit."""
