@@ -12,6 +12,7 @@ from pathlib import Path
 import aiohttp
 import psutil
 
+from scripts.faults.family import gone
 from scripts.loopback import free_port, image_part, text_part, user, wait_ready
 
 DRAIN_S = 3.0
@@ -47,7 +48,7 @@ async def test_a_server_told_to_stop_while_its_encoder_hangs_ends_its_requests_a
             await process.wait()
     assert status == 0
     assert "shutdown" in str(answer[0])
-    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+    assert (await gone([child.pid for child in children], timeout_s=30))[0] == set()
 
 
 async def _num_asked(http: aiohttp.ClientSession, url: str) -> list[str]:

@@ -41,7 +41,7 @@ def charge(rows: Rows[Row], weights: Rows[float], gpu_s: float) -> GpuTime:
         if charged > start:
             repeated_s = share_s * (min(stop, charged) - start) / (stop - start)
             recomputed_s += repeated_s
-            share_s -= repeated_s
+            share_s = max(0.0, share_s - repeated_s)  # the difference of two roundings is no time
         if stop > charged:
             sequence.num_charged = stop
         if start < sequence.num_prompt:
