@@ -1,6 +1,6 @@
 """Copies the bundled model with noise in its small decoder, so that there is something to route: its own two decoders are equally good.
 
-    python -m scripts.routing.weaken --out /tmp/weakened --noise 0.2
+    python -m scripts.routing.weaken --out build/weakened --noise 0.2
 
 The noise is Gaussian, `--noise` times each matrix's own standard deviation, in the layers and not in the embeddings; its seed is fixed.
 """
