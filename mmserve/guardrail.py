@@ -248,12 +248,11 @@ class _GuardedStream:
             usage=source.usage,
             num_choices=source.num_choices,
         )
-        self.reader.created = source.created
         self._active = active
         self._mode = mode
         self._guardrail = guardrail
         self._admit = admit
-        self._follow(source)
+        self.reader.follow(source)
 
     async def run(self) -> None:
         first = self._active
@@ -281,7 +280,7 @@ class _GuardedStream:
         source, held = self._active.generation, list[Delta]()
         texts, num_open = [""] * source.num_choices, source.num_choices
         while batch := await source.next_batch():
-            self._follow(source)
+            self.reader.follow(source)
             for delta in batch:
                 texts[delta.index] += delta.text
                 num_open -= delta.finish_reason is not None
@@ -289,7 +288,7 @@ class _GuardedStream:
                     held.append(delta)
                 else:
                     self.reader.push(delta)
-        self._follow(source)
+        self.reader.follow(source)
         verdicts = await self._guardrail.judge(self._active, texts)
         return held, Report(self._mode, verdicts or (), is_unavailable=verdicts is None)
 
@@ -304,7 +303,7 @@ class _GuardedStream:
             log.info("request=%s is not drawn again code=%s", self.reader.request_id, error.code)
             return held, report
         finally:
-            self._follow(first.generation)
+            self.reader.follow(first.generation)
         if found.is_unavailable:
             return held, report
         pairs = list(zip(report.verdicts, found.verdicts, strict=True))
@@ -312,12 +311,6 @@ class _GuardedStream:
         self._add_up(first.generation, self._active.generation)
         deltas = [delta for draw, better in ((held, False), (again, True)) for delta in draw if is_better[delta.index] is better]
         return deltas, Report(self._mode, tuple(new if better else old for (old, new), better in zip(pairs, is_better, strict=True)), 2)
-
-    def _follow(self, source: Generation) -> None:
-        reader = self.reader
-        reader.model, reader.route_reason = source.model, source.route_reason  # the large decoder may have taken over
-        reader.usage, reader.timings, reader.cost = source.usage, source.timings, source.cost
-        reader.degraded, reader.fallback = source.degraded, source.fallback
 
     def _add_up(self, first: Generation, second: Generation) -> None:
         """Both draws were computed, whichever is told."""

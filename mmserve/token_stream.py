@@ -60,6 +60,12 @@ class Generation:
         self._max_backlog_bytes: int | None = None
         self._on_excess: Callable[[], None] = lambda: None
 
+    def follow(self, source: Generation) -> None:
+        """Say of the answer what `source` says of it: this one is told what that one is."""
+        self.created, self.model, self.route_reason = source.created, source.model, source.route_reason
+        self.usage, self.timings, self.cost, self.grounding = source.usage, source.timings, source.cost, source.grounding
+        self.degraded, self.fallback = source.degraded, source.fallback
+
     @property
     def done(self) -> bool:
         return self._num_open == 0 or self._error is not None

@@ -25,6 +25,7 @@ from mmserve.bench.report import isolation_table, modality_table, result_block
 from mmserve.bench.session import Measurement, measure
 from mmserve.bench.statistics import GOODPUT_METRICS, METRICS
 from mmserve.bench.traffic import Modality, Traffic, parse_shares
+from mmserve.cli.numbers import count, finite, positive, share, whole
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,36 +39,34 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--base-url", default="http://127.0.0.1:8000", help="where the server is (default %(default)s)")
     group.add_argument("--model", help="served name (default: the first the server lists)")
     group.add_argument("--api-key", default=os.environ.get("MMSERVE_API_KEY"), help="its key; or in the variable MMSERVE_API_KEY")
-    group.add_argument("--request-timeout", type=_positive, default=600.0, metavar="S", help="give up on an answer (default %(default)g s)")
+    group.add_argument("--request-timeout", type=positive, default=600.0, metavar="S", help="give up on an answer (default %(default)g s)")
 
 
 def _add_traffic(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--num-prompts", type=_count, default=100, help="requests to send (default %(default)s)")
-    group.add_argument("--request-rate", type=_positive, default=math.inf, help="requests a second (default inf: all at once)")
-    group.add_argument("--burstiness", type=_finite, default=1.0, help="1: Poisson arrivals; less comes in bursts, more evenly (default 1)")
-    group.add_argument("--max-concurrency", type=_count, help="hold requests back while so many are under way")
+    group.add_argument("--num-prompts", type=count, default=100, help="requests to send (default %(default)s)")
+    group.add_argument("--request-rate", type=positive, default=math.inf, help="requests a second (default inf: all at once)")
+    group.add_argument("--burstiness", type=finite, default=1.0, help="1: Poisson arrivals; less comes in bursts, more evenly (default 1)")
+    group.add_argument("--max-concurrency", type=count, help="hold requests back while so many are under way")
     group.add_argument("--mix", type=_mix, default={Modality.TEXT: 1.0}, help="shares, as in text=.45,image=.40,audio=.10,image_audio=.05")
-    group.add_argument(
-        "--repeat-rate", type=_share, default=0.0, help="share of requests that repeat another's media and words (default 0)"
-    )
+    group.add_argument("--repeat-rate", type=share, default=0.0, help="share of requests that repeat another's media and words (default 0)")
     group.add_argument("--seed", type=int, default=0, help="the same seed sends the same requests at the same times (default 0)")
     group.add_argument("--isolation", action="store_true", help="text alone, then the same text under pictures; prints the ratios")
-    group.add_argument("--burst-rate", type=_finite, default=4.0, help="pictures a second under --isolation (default %(default)g)")
+    group.add_argument("--burst-rate", type=finite, default=4.0, help="pictures a second under --isolation (default %(default)g)")
 
 
 def _add_content(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--input-len", type=_count, default=100, help="words of a prompt (default %(default)s)")
-    group.add_argument("--output-len", type=_count, default=64, help="most tokens of an answer (default %(default)s)")
+    group.add_argument("--input-len", type=count, default=100, help="words of a prompt (default %(default)s)")
+    group.add_argument("--output-len", type=count, default=64, help="most tokens of an answer (default %(default)s)")
     group.add_argument(
         "--image-size", type=_image_sizes, default="640x480", help="WxH, or shares as in 640x480=.7,1920x1080=.3 (default %(default)s)"
     )
-    group.add_argument("--audio-len", type=_finite, default=5.0, metavar="S", help="length of a clip (default %(default)g s)")
+    group.add_argument("--audio-len", type=finite, default=5.0, metavar="S", help="length of a clip (default %(default)g s)")
     group.add_argument("--ignore-eos", action="store_true", help="ask for answers of exactly --output-len tokens")
     group.add_argument("--temperature", type=float, default=0.0, help="0 is the most likely answer (default 0)")
 
 
 def _add_measurement(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--num-warmups", type=_whole, default=0, help="requests before the clock starts, not counted (default 0)")
+    group.add_argument("--num-warmups", type=whole, default=0, help="requests before the clock starts, not counted (default 0)")
     group.add_argument(
         "--goodput", type=_bound, nargs="+", default=[], metavar="METRIC:MS", help="count what keeps this, as in ttft:400 tpot:35"
     )
@@ -164,50 +163,20 @@ def _table_width() -> int:
     return Console().width if sys.stdout.isatty() else 160
 
 
-def _count(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise ValueError(text)
-    return value
-
-
-def _whole(text: str) -> int:
-    if (value := int(text)) < 0:
-        raise ValueError(text)
-    return value
-
-
-def _positive(text: str) -> float:
-    if not (value := float(text)) > 0:
-        raise ValueError(text)
-    return value
-
-
-def _finite(text: str) -> float:
-    if math.isinf(value := _positive(text)):
-        raise ValueError(text)
-    return value
-
-
-def _share(text: str) -> float:
-    if not 0 <= (value := float(text)) <= 1:
-        raise ValueError(text)
-    return value
-
-
 def _mix(text: str) -> dict[Modality, float]:
     return {Modality(name): share for name, share in parse_shares(text, list(Modality)).items()}
 
 
 def _image_sizes(text: str) -> dict[tuple[int, int], float]:
     shares = parse_shares(text)
-    return {(_count(size.partition("x")[0]), _count(size.partition("x")[2])): share for size, share in shares.items()}
+    return {(count(size.partition("x")[0]), count(size.partition("x")[2])): share for size, share in shares.items()}
 
 
 def _bound(text: str) -> tuple[str, float]:
     metric, _, bound = text.partition(":")
     if metric not in GOODPUT_METRICS:
         raise ValueError(text)
-    return metric, _positive(bound)
+    return metric, positive(bound)
 
 
 def _metrics(text: str) -> Sequence[str]:

@@ -16,6 +16,7 @@ import orjson
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from mmserve.cli.numbers import count, positive, share, whole
 from mmserve.config import ConfigError, from_mapping
 from mmserve.errors import MmserveError
 from mmserve.evals.calibration import load_labels
@@ -49,7 +50,7 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--url", help="any OpenAI-compatible server")
     group.add_argument("--model", help="served name; small, large or auto of ours (default: the first the server lists)")
     group.add_argument("--api-key", default=os.environ.get("MMSERVE_API_KEY"), help="its key; or in the variable MMSERVE_API_KEY")
-    group.add_argument("--request-timeout", type=_positive, default=300.0, metavar="S", help="give up on an answer (default %(default)g s)")
+    group.add_argument("--request-timeout", type=positive, default=300.0, metavar="S", help="give up on an answer (default %(default)g s)")
     group.add_argument("--wav-only", action="store_true", help="send every clip as WAV, for servers that take no other")
     group.add_argument("--serve", type=Path, metavar="DIR", help="start this model instead of the bundled one")
     group.add_argument("--device", default="auto", help="where that one runs (default %(default)s)")
@@ -59,11 +60,11 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
 def _add_questions(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--set", type=Path, default=BUNDLED, metavar="DIR", help="a golden set (default: the bundled model's)")
     group.add_argument("--slices", nargs="+", choices=SLICES, help="only these")
-    group.add_argument("--per-slice", type=_count, metavar="N", help="at most so many items of each slice, evenly spread")
-    group.add_argument("--concurrency", type=_count, default=8, help="questions under way at once (default %(default)s)")
-    group.add_argument("--max-tokens", type=_count, default=128, help="of an answer (default %(default)s)")
+    group.add_argument("--per-slice", type=count, metavar="N", help="at most so many items of each slice, evenly spread")
+    group.add_argument("--concurrency", type=count, default=8, help="questions under way at once (default %(default)s)")
+    group.add_argument("--max-tokens", type=count, default=128, help="of an answer (default %(default)s)")
     group.add_argument(
-        "--states-per-slice", type=_whole, default=6, metavar="N", help="items asked again with caches warm and cold (default %(default)s)"
+        "--states-per-slice", type=whole, default=6, metavar="N", help="items asked again with caches warm and cold (default %(default)s)"
     )
     group.add_argument("--reference", type=Path, metavar="DIR", help="compare greedy answers with transformers running this directory")
 
@@ -89,7 +90,7 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         "order": "upper bound of order probes reversed or unmoved",
     }.items():
         default = getattr(bars, name)
-        group.add_argument(f"--bar-{name}", type=_share, default=default, metavar="SHARE", help=f"{meaning} (default {default:g})")
+        group.add_argument(f"--bar-{name}", type=share, default=default, metavar="SHARE", help=f"{meaning} (default {default:g})")
 
 
 def _add_compare(parser: argparse.ArgumentParser) -> None:
@@ -111,7 +112,7 @@ def _add_import_chair(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("pictures", type=Path, help="directory of the images it names")
     parser.add_argument("target", type=Path, help="the new set")
     parser.add_argument("--captions", type=Path, metavar="FILE", help="COCO's captions_*.json: what they name is there, too")
-    parser.add_argument("--limit", type=_count, help="only the first so many pictures")
+    parser.add_argument("--limit", type=count, help="only the first so many pictures")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -239,27 +240,3 @@ def _imported(golden: GoldenSet) -> int:
 def _refuse(message: str) -> int:
     print(f"mmserve eval: {message}", file=sys.stderr)
     return 1
-
-
-def _count(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise ValueError(text)
-    return value
-
-
-def _whole(text: str) -> int:
-    if (value := int(text)) < 0:
-        raise ValueError(text)
-    return value
-
-
-def _positive(text: str) -> float:
-    if not (value := float(text)) > 0:
-        raise ValueError(text)
-    return value
-
-
-def _share(text: str) -> float:
-    if not 0 <= (value := float(text)) <= 1:
-        raise ValueError(text)
-    return value

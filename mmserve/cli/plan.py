@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mmserve.bench.traffic import parse_shares
+from mmserve.cli.numbers import count, finite, share
 from mmserve.composition.decoder_config import complete_config
 from mmserve.composition.files import read_json
 from mmserve.composition.weights import BadModel
@@ -41,52 +41,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_demand(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--rps", type=_positive, default=250.0, help="requests a second (default %(default)g)")
+    group.add_argument("--rps", type=finite, default=250.0, help="requests a second (default %(default)g)")
     group.add_argument(
         "--mix", type=_mix, default=dict(BLEND), metavar="MIX",
         help="blend (half text; the default), shares as in text=.5,image=.5, or a JSON object of them, as such or in a file",
     )  # fmt: skip
-    group.add_argument(
-        "--price-per-gpu-hour", type=_positive, metavar="USD", help="of one card (default: 2.00 for an A100, 3.80 for an H200)"
-    )
+    group.add_argument("--price-per-gpu-hour", type=finite, metavar="USD", help="of one card (default: 2.00 for an A100, 3.80 for an H200)")
     group.add_argument("--json", action="store_true", help="print the plan as one JSON object instead of tables")
 
 
 def _add_lengths(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--input-len", type=_positive, default=DEFAULTS.mean_text, help="tokens of text, on average (default %(default)g)")
+    group.add_argument("--input-len", type=finite, default=DEFAULTS.mean_text, help="tokens of text, on average (default %(default)g)")
     group.add_argument(
-        "--output-len", type=_positive, default=DEFAULTS.mean_answer, help="tokens of an answer, on average (default %(default)g)"
+        "--output-len", type=finite, default=DEFAULTS.mean_answer, help="tokens of an answer, on average (default %(default)g)"
     )
-    group.add_argument("--picture-tokens", type=_count, default=DEFAULTS.picture_tokens, help="of one picture (default %(default)s)")
+    group.add_argument("--picture-tokens", type=count, default=DEFAULTS.picture_tokens, help="of one picture (default %(default)s)")
+    group.add_argument("--audio-len", type=finite, default=DEFAULTS.median_clip_s, metavar="S", help="median clip (default %(default)g s)")
     group.add_argument(
-        "--audio-len", type=_positive, default=DEFAULTS.median_clip_s, metavar="S", help="median clip (default %(default)g s)"
-    )
-    group.add_argument(
-        "--repeat-rate", type=_share, default=DEFAULTS.repeat_rate, help="share of requests seen before (default %(default)g)"
+        "--repeat-rate", type=_less_than_all, default=DEFAULTS.repeat_rate, help="share of requests seen before (default %(default)g)"
     )
 
 
 def _add_machine(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--hardware", choices=CARDS, default="a100", help="cards of the box (default %(default)s)")
-    group.add_argument("--gpus", type=_count, default=8, help="how many a box has (default %(default)s)")
+    group.add_argument("--gpus", type=count, default=8, help="how many a box has (default %(default)s)")
     group.add_argument(
         "--model", default="llama-8b", help="llama-8b (the default), llama-70b, or a model directory: its config.json is read"
     )
     group.add_argument("--large", metavar="MODEL", help="a large decoder beside it")
-    group.add_argument("--large-share", type=_share, default=0.15, help="of the requests that goes to the large one (default %(default)g)")
     group.add_argument(
-        "--tensor-parallel-size", "-tp", "--tp", type=_count, help="cards of each replica of the last decoder (default: tried out)"
+        "--large-share", type=_less_than_all, default=0.15, help="of the requests that goes to the large one (default %(default)g)"
     )
-    group.add_argument("--max-num-seqs", type=_count, default=SCHEDULER.max_num_seqs, help="as of the server (default %(default)s)")
     group.add_argument(
-        "--max-num-batched-tokens", type=_count, default=SCHEDULER.max_num_batched_tokens, help="as of the server (default %(default)s)"
+        "--tensor-parallel-size", "-tp", "--tp", type=count, help="cards of each replica of the last decoder (default: tried out)"
     )
-    group.add_argument("--tpot-target-ms", type=_positive, default=GPU_TPOT_TARGET_MS, help="as of the server (default %(default)g)")
+    group.add_argument("--max-num-seqs", type=count, default=SCHEDULER.max_num_seqs, help="as of the server (default %(default)s)")
+    group.add_argument(
+        "--max-num-batched-tokens", type=count, default=SCHEDULER.max_num_batched_tokens, help="as of the server (default %(default)s)"
+    )
+    group.add_argument("--tpot-target-ms", type=finite, default=GPU_TPOT_TARGET_MS, help="as of the server (default %(default)g)")
     group.add_argument(
         "--bench", type=Path, nargs="+", default=[], metavar="FILE",
         help="results of `mmserve bench --save-result` or of scripts.gpu_check on this machine, to go by them",
     )  # fmt: skip
-    group.add_argument("--bench-replicas", type=_count, default=1, help="replicas that the bench was of (default %(default)s)")
+    group.add_argument("--bench-replicas", type=count, default=1, help="replicas that the bench was of (default %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -268,15 +266,7 @@ def _mix(text: str) -> dict[str, float]:
     return parse_shares(",".join(f"{name}={share}" for name, share in shares.items()), MODALITIES)
 
 
-def _checked(convert: Callable[[str], Any], is_good: Callable[[Any], bool]) -> Callable[[str], Any]:
-    def parse(text: str) -> Any:
-        if not is_good(value := convert(text)):
-            raise ValueError(text)
-        return value
-
-    return parse
-
-
-_positive = _checked(float, lambda value: 0 < value < math.inf)
-_share = _checked(float, lambda value: 0 <= value < 1)
-_count = _checked(int, lambda value: value >= 1)
+def _less_than_all(text: str) -> float:
+    if (value := share(text)) == 1:
+        raise ValueError(text)
+    return value

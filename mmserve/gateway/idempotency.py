@@ -112,10 +112,7 @@ class _Answer:
             usage=source.usage,
             num_choices=source.num_choices,
         )
-        reader.created = source.created
-        reader.timings, reader.cost = source.timings, source.cost
-        reader.grounding = source.grounding
-        reader.degraded, reader.fallback = source.degraded, source.fallback
+        reader.follow(source)
         reader.on_cancel = partial(self._leave, reader)
         return reader
 
@@ -149,10 +146,7 @@ class _Answer:
 
     def _tell(self, batch: Iterable[Delta], source: Generation) -> None:
         for reader in self._readers:
-            reader.model, reader.route_reason = source.model, source.route_reason
-            reader.usage, reader.timings, reader.cost = source.usage, source.timings, source.cost
-            reader.grounding = source.grounding
-            reader.degraded, reader.fallback = source.degraded, source.fallback
+            reader.follow(source)
         for delta in batch:
             num_ids = len(delta.token_ids) + sum(1 + len(token.top) for token in delta.logprobs)
             self.num_bytes += _DELTA_BYTES + len(delta.text) + _ID_BYTES * num_ids
