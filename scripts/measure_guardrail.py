@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
 import random
 import tempfile
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from rich.table import Table
 
 from mmserve.config import from_mapping
 from mmserve.engine import AsyncEngine
+from mmserve.evals.intervals import wilson
 from mmserve.grounding.verdict import Verdict
 from mmserve.media import MediaItem, MediaKind
 from mmserve.request import ChatRequest, Message, SamplingParams
@@ -35,7 +35,6 @@ from scripts.tiny.smalltalk import article
 from scripts.tiny.world import KINDS, NUMBERS, PLURALS, Scene, sample_scene
 
 FIRST_SEED = 2**30 + 4_000_000  # no training and no other scoring draws these
-Z_95 = 1.6449  # one-sided
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +60,7 @@ class Share:
     @property
     def lower(self) -> float:
         """One-sided 95 % Wilson bound."""
-        if not self.total:
-            return 0.0
-        share, z2 = self.count / self.total, Z_95**2
-        spread = Z_95 * math.sqrt(share * (1 - share) / self.total + z2 / (4 * self.total**2))
-        return round((share + z2 / (2 * self.total) - spread) / (1 + z2 / self.total), 4)
+        return round(wilson(self.count / self.total if self.total else 0.0, self.total, -1), 4)
 
 
 # --- answers, true and less so -----------------------------------------------------------------------------------------------

@@ -25,10 +25,10 @@ from rich.console import Console
 from rich.table import Table
 
 from mmserve.composition import BUNDLED
+from mmserve.evals.intervals import wilson
 from mmserve.model_router import choose_model
 from mmserve.route_classifier import FILE, RouteClassifier
 from scripts.loopback import client, server
-from scripts.measure_tiny import wilson
 from scripts.routing.outcomes import HELD_OUT_SEED, Outcome, ask_each, read_outcomes
 from scripts.tiny.score import sample_items
 from scripts.train_router import asked_of, doubts
@@ -51,7 +51,7 @@ class Point:
         return {
             "policy": self.policy,
             "accuracy": round(self.right / self.items, 4),
-            "accuracy_95": [round(wilson(self.right, self.items, side), 4) for side in (-1, 1)],
+            "accuracy_95": [round(wilson(self.right / self.items, self.items, side), 4) for side in (-1, 1)],
             "usd_per_1000": round(self.usd_per_1000, 5),
             "share_large": round(self.share_large, 4),
         }
@@ -136,7 +136,7 @@ def draw(path: Path, single: Sequence[Point], curves: dict[str, Sequence[Point]]
         axes.plot(x, y, "o-", color=color, label=f"{name}, more and more to large", markersize=3)
     for point, marker in zip(single, "osv^*D", strict=True):
         y = 100 * point.right / point.items
-        low, high = (100 * wilson(point.right, point.items, side) for side in (-1, 1))
+        low, high = (100 * wilson(point.right / point.items, point.items, side) for side in (-1, 1))
         spread = [[y - low], [high - y]] if point.policy in ("all small", "all large") else None
         axes.errorbar([point.usd_per_1000], [y], spread, fmt=marker, color="black", capsize=3, markersize=7, label=point.policy, alpha=0.7)
     axes.set_xlabel("USD per 1,000 requests (each worker at the default price of a GPU)")

@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import io
 import json
-import math
 import random
 import tempfile
 import time
@@ -31,6 +30,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from mmserve.evals.intervals import wilson
 from scripts.loopback import audio_part, client, given_or_own_server, image_part, loopback_url, png, text_part, user
 from scripts.tiny.clips import make_clip
 from scripts.tiny.questions import affirmed_kinds
@@ -42,7 +42,6 @@ FIRST_SEED = 2**30 + 1_300_000  # held out from training, and apart from the ite
 MAX_TOKENS = 80
 MEDIA_SLICES = ("image", "images", "audio", "image+audio")
 ASKS_FOR_ALL = ("name", "describe", "name both", "spoken name")
-Z_95 = 1.6449  # one-sided
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,21 +72,16 @@ class Tally:
         return {
             "items": self.items,
             "accuracy": _share(self.right, self.items),
-            "accuracy_lower_95": round(wilson(self.right, self.items, -1), 4),
+            "accuracy_lower_95": bound(self.right, self.items, -1),
             "hallucinated_object_rate": _share(self.false_mentions, self.mentions),
-            "hallucinated_object_rate_upper_95": round(wilson(self.false_mentions, self.mentions, +1), 4),
+            "hallucinated_object_rate_upper_95": bound(self.false_mentions, self.mentions, +1),
             "object_mentions": self.mentions,
             "coverage": _share(self.found, self.present),
         }
 
 
-def wilson(count: int, total: int, side: int) -> float:
-    """One-sided 95 % Wilson bound of count / total: the lower one with side -1, the upper one with +1."""
-    if total == 0:
-        return 0.0 if side < 0 else 1.0
-    share, z2 = count / total, Z_95**2
-    spread = Z_95 * math.sqrt(share * (1 - share) / total + z2 / (4 * total**2))
-    return (share + z2 / (2 * total) + side * spread) / (1 + z2 / total)
+def bound(count: int, total: int, side: int) -> float:
+    return round(wilson(count / total if total else 0.0, total, side), 4)
 
 
 def _share(count: int, total: int) -> float | None:

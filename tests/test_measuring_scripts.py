@@ -14,7 +14,7 @@ from PIL import Image
 from mmserve.gateway.multipart import parse_multipart
 from scripts import bench_loop_lag, bench_pictures
 from scripts.loopback import Scrape, bucket_quantile, loopback_url, quantile, same_photo_other_bytes
-from scripts.measure_tiny import Tally, grouped, macro_accuracy, wilson
+from scripts.measure_tiny import Tally, bound, grouped, macro_accuracy
 from scripts.show_cache import broken_promises
 from scripts.tiny.questions import Question
 from scripts.tiny.score import Item, Verdict
@@ -79,7 +79,7 @@ def test_every_media_slice_weighs_the_same_in_the_overall_accuracy() -> None:
     ("count", "total", "side", "expected"), [(376, 400, -1, 0.9173), (0, 100, 1, 0.0263), (5, 5, -1, 0.6488), (0, 0, -1, 0)]
 )
 def test_wilson_bounds(count: int, total: int, side: int, expected: float) -> None:
-    assert wilson(count, total, side) == pytest.approx(expected, abs=1e-3)
+    assert bound(count, total, side) == pytest.approx(expected, abs=1e-3)
 
 
 def test_a_bucket_quantile_is_the_upper_bound_of_what_was_observed_in_between() -> None:
