@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from kv_world import EOS, media_key, sequence
@@ -9,6 +11,7 @@ from scheduler_desk import Desk, greedy, output
 
 from mmserve.plan import RowSampling, SampledToken, StepFailed, StepResult
 from mmserve.request import FinishReason, SamplingParams
+from mmserve.scheduler.cost_model import CostModel, shape_of
 from mmserve.scheduler.scheduler import TokenUpdate
 from mmserve.scheduler.sequence import Status
 
@@ -240,3 +243,15 @@ def test_times_of_first_step_and_first_token_are_kept():
     for desk.now_s in (5.0, 6.0, 7.0):
         desk.step()
     assert (each.first_step_s, each.first_token_s) == (5.0, 6.0)
+
+
+def test_nobody_knows_how_long_a_step_takes_behind_one_that_was_never_measured():
+    """The end of a long prompt, planned while its first piece was computed, was given 5 s: less than that piece then took."""
+    costs = CostModel()
+    costs.observe(shape_of([(0, 100)]), 0.01)
+    desk = Desk(max_num_batched_tokens=256, costs=costs)
+    desk.add(sequence(1, 300))
+    assert len(desk.plan().token_ids) == 256
+    assert desk.scheduler.slowest_s == math.inf
+    assert len(desk.plan().token_ids) == 44
+    assert desk.scheduler.slowest_s == math.inf

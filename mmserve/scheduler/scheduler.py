@@ -105,8 +105,8 @@ class Scheduler:
 
     @property
     def slowest_s(self) -> float:
-        """How long it may be thought to take; infinite if nothing like it was measured."""
-        return self._costs.slowest_ms(self._steps[-1].shape) / 1e3
+        """How long it may be thought to take, or one of those before it; infinite if nothing like them was measured."""
+        return max(self._costs.slowest_ms(step.shape) for step in self._steps) / 1e3
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence, or one evacuated from another replica.  Admission has made sure that it can ever fit."""
