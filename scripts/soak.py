@@ -26,13 +26,14 @@ from typing import Any
 
 from rich.console import Console
 
+from scripts.faults.filling import fill
 from scripts.faults.journal import Journal
 from scripts.faults.kills import Progress
 from scripts.faults.mixed_load import Request, mixed_requests
 from scripts.faults.nuisances import NUISANCES, World
 from scripts.faults.outside import Baseline, ledger_rows, watched_readiness
 from scripts.faults.rounds import FIRST_SEED, ask_all, undisturbed
-from scripts.faults.soak_report import plot, summary, table
+from scripts.faults.soak_report import JUDGED_AFTER_S, plot, summary, table
 from scripts.faults.soak_watch import Watch
 from scripts.faults.steady_load import NUM_KNOWN, SteadyLoad, Tally
 from scripts.faults.strict_client import Answer, StrictClient
@@ -40,8 +41,12 @@ from scripts.loopback import Running, running
 
 QUIET_EVERY_S = 600.0
 WEIGHTS = {"kill worker": 4, "stop worker": 2}  # the others weigh 1
-# Small enough that media leave memory for the disk, and the disk for good; and a log that still fits when the disk is full.
-FLAGS = ("--shared-buffer-bytes", str(12 * 2**20), "--embedding-disk-bytes", str(32 * 2**20), "--log-level", "warning")
+# Small enough that blocks are evicted, and media leave memory for the disk, and the disk for good; and a log that still fits when the disk
+# is full.
+FLAGS = (
+    *("--kv-cache-memory-bytes", str(48 * 2**20), "--shared-buffer-bytes", str(12 * 2**20), "--embedding-disk-bytes", str(32 * 2**20)),
+    *("--log-level", "warning"),
+)
 
 
 class Soak:
@@ -58,7 +63,10 @@ class Soak:
         tally = Tally(self._off)
         async with StrictClient(server.url, api_key) as client, watched_readiness(server.url) as readiness:
             num_rows_before = len(ledger_rows(server.data_dir))
-            await ask_all(client, [request for request, _ in known], Progress())  # pools, caches and buffers have the size that they need
+            await ask_all(client, [request for request, _ in known], Progress())  # pools and buffers have the size that they need
+            if options.minutes * 60 > JUDGED_AFTER_S:
+                with self._console.status("filling every table that has a bound"):
+                    await fill(client, len(journal.entries))
             load = SteadyLoad(client, known, tally, options.clients, seed)
             world = World(server, api_key, client, load, tally, readiness, known, random.Random(seed), options.patience)
             watch = Watch(world, journal, Baseline(server.process.pid), num_rows_before)

@@ -38,6 +38,7 @@ OPEN_TIMEOUT_S = 5.0
 REOPEN_AFTER_S = 60.0  # between attempts to open an index that can't be opened just now
 LOCK_TIMEOUT_S = 1.0
 LOCK_PAUSE_S = 5.0  # an index that somebody holds locked is left alone for so long
+SQLITE_CACHE_PAGES = 256  # a megabyte
 MAX_USED = 10_000
 _SLACK_S = 25 * 3600.0  # diskcache goes by the wall clock: its own expiry only sweeps up, ours decides
 _WARN_EVERY_S = 60.0
@@ -230,11 +231,13 @@ class DiskTier:
     def _connect(self) -> diskcache.Cache:
         """Reading writes nothing, so that it works on a full disk, too; `_note_used` makes up for it.
 
-        The file is never mapped: somebody who cuts it short must not end us with SIGBUS.
+        The file is never mapped: somebody who cuts it short must not end us with SIGBUS.  What SQLite keeps of it in memory is little: each
+        thread has its own.
         """
         cache = diskcache.Cache(
             str(self._directory), timeout=LOCK_TIMEOUT_S, disk=BytesDisk, disk_min_file_size=0, size_limit=self._max_bytes,
             eviction_policy="least-recently-stored", cull_limit=10, statistics=0, tag_index=0, sqlite_mmap_size=0,
+            sqlite_cache_size=SQLITE_CACHE_PAGES,
         )  # fmt: skip
         try:
             if cache._sql("PRAGMA quick_check").fetchone() != ("ok",):
