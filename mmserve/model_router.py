@@ -44,9 +44,9 @@ def choose_model(
     available: Collection[str],
     capable: Collection[str],
     asked: Asked,
-    classifier: RouteClassifier | None = None,
-    tier: str = "standard",
-    waiting: Mapping[str, int] | None = None,
+    classifier: RouteClassifier | None,
+    tier: str,
+    waiting: Mapping[str, int],
 ) -> ModelChoice:
     """The client's hint wins.  `auto` (or the served name) takes the large one for what is worth it, unless its queue is long.
 
@@ -64,7 +64,7 @@ def choose_model(
         return ModelChoice(only, RouteReason.ONLY_MODEL if len(available) == 1 else RouteReason.ONLY_CAPABLE)
     choice = _by_tier(asked, classifier, tier)
     other = SMALL if choice.model == LARGE else LARGE
-    if waiting is not None and _is_worth_going_round(waiting.get(choice.model, 0), waiting.get(other, 0), is_dearer=other == LARGE):
+    if _is_worth_going_round(waiting.get(choice.model, 0), waiting.get(other, 0), is_dearer=other == LARGE):
         return ModelChoice(other, RouteReason.LOAD)
     return choice
 

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 HUNG_S = 5.0  # beyond what a step may take, a worker that has not answered is hung
 SLOWER = 10.0  # than predicted a step may be: the machine has other things to do, or a context is longer than any before
 GUESS_TIMEOUT_S = 600.0  # of a step larger than any that was measured: a 7B decoder on a laptop takes minutes for a thousand tokens
+CHECK_EVERY_S = 1.0  # at most, when nobody waits: looking at every block takes milliseconds
 PLAN_AHEAD_S = 0.004  # before the end of a step, for the next: to plan 256 rows, send them, and be a little wrong about the end
 
 
@@ -90,6 +91,7 @@ class Replica:
         self._wake = asyncio.Event()
         self._flights: deque[_Flight] = deque()  # oldest first
         self._began_s = 0.0  # when the oldest of them began to run
+        self._checked_s = -math.inf
         self._seen = (0, 0, 0)  # preemptions, prefix queries, prefix hits already counted
 
     def add(self, sequence: Sequence) -> None:
@@ -122,7 +124,7 @@ class Replica:
                 if not self._flights:
                     if self._worker.died.is_set():
                         raise WorkerDied("ended while idle")
-                    self.scheduler.check()
+                    self._check()
                 await self._wake.wait()
                 if timer is not None:
                     timer.cancel()
@@ -132,6 +134,13 @@ class Replica:
                 self._count_lost(self._now_s() - self._began_s, "dead_worker")
             while self._flights:
                 self._unpin(self._flights.popleft())
+
+    def _check(self) -> None:
+        """The books, now and then: a mistake in them ends this worker's life.  Raises AssertionError."""
+        now_s = self._now_s()
+        if now_s - self._checked_s >= CHECK_EVERY_S:
+            self._checked_s = now_s
+            self.scheduler.check()
 
     def _due_in_s(self) -> float:
         """When to plan the next step."""

@@ -133,8 +133,9 @@ class Pool:
         )  # fmt: skip
         self.lost: list[bytes] = []
         self.pool = EncoderPool(
-            kind, encoder, self.cache, self.metrics, composition=COMPOSITION, rows_dtype="float32", on_lost=self.lost.append
-        )
+            kind, encoder, self.cache, self.metrics,
+            composition=COMPOSITION, rows_dtype="float32", name=kind.value, on_lost=self.lost.append,
+        )  # fmt: skip
 
     async def fetch(self, media: PreparedMedia, index: int = 0, decoder: str = "small") -> tuple[str, float]:
         """Where the rows came from and what is in them; checked and unpinned."""

@@ -53,7 +53,10 @@ class World:
         self.metrics = Metrics()
         config = HostedConfig(service.url, version, "secret", timeout_s, concurrency)
         encoder = HostedEncoder(kind, config, self.item(0), "small", self.buffer, self.composition)
-        self.pool = EncoderPool(kind, encoder, self.cache, self.metrics, composition=self.composition, rows_dtype="float32")
+        self.pool = EncoderPool(
+            kind, encoder, self.cache, self.metrics,
+            composition=self.composition, rows_dtype="float32", name=kind.value, on_lost=pytest.fail,
+        )  # fmt: skip
 
     def item(self, value: int, decoder: str = "small", seconds: float = 2.5) -> PreparedMedia:
         data = b"bytes of %d" % value

@@ -57,11 +57,11 @@ class EncoderPool:
         *,
         composition: Composition,
         rows_dtype: str,
-        name: str | None = None,
-        on_lost: Callable[[bytes], None] = lambda content: None,
+        name: str,
+        on_lost: Callable[[bytes], None],
     ) -> None:
         self.composition = composition  # in which this pool's encoder is the one of its kind
-        self.health = EncoderHealth(name or kind.value, encoder, metrics)
+        self.health = EncoderHealth(name, encoder, metrics)
         self._kind = kind
         self._encoder = encoder
         self._cache = cache
