@@ -32,7 +32,8 @@ from scripts.tiny.render import render
 from scripts.tiny.world import COLORS, KINDS, SAMPLE_RATE, SOUNDS, Scene, Utterance, sample_scene
 
 FIRST_SEED = 2**30 + 2_000_000  # held out from training, and apart from the items other scores use
-NUM_PICTURES = 360  # even: half as many pairs
+NUM_PICTURES = 360  # asked about alone
+NUM_PAIRS = 275  # each of two pictures; those of the first 180 are asked about alone, too
 QUESTIONS_PER_PICTURE = 2
 QUESTIONS_PER_PAIR = 4
 NUM_CLIPS = 560  # a word or a sound each, heard alone
@@ -87,13 +88,13 @@ class Maker:
 
 
 def all_items(maker: Maker) -> Iterator[Line]:
-    scenes = [sample_scene(_rng("scene", index)) for index in range(NUM_PICTURES)]
+    scenes = [sample_scene(_rng("scene", index)) for index in range(max(NUM_PICTURES, 2 * NUM_PAIRS))]
     pictures = [
         maker.picture(f"p{index:03}", scene, _rng("picture", index)) for index, scene in enumerate(track(scenes, description="pictures"))
     ]
-    for index, (scene, picture) in enumerate(zip(scenes, pictures, strict=True)):
-        yield from _about_picture(index, scene, picture)
-    for index in range(NUM_PICTURES // 2):
+    for index in range(NUM_PICTURES):
+        yield from _about_picture(index, scenes[index], pictures[index])
+    for index in range(NUM_PAIRS):
         yield from _about_pair(index, scenes[2 * index : 2 * index + 2], pictures[2 * index : 2 * index + 2])
     for index in track(range(NUM_CLIPS), description="clips"):
         utterance = questions.sample_clip(_rng("utterance", index))

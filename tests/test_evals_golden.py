@@ -113,7 +113,7 @@ def test_the_bundled_set_is_large_enough_and_small_enough(bundled: GoldenSet) ->
     clusters = bundled.clusters()
     independent = Counter({(item.slice_name, clusters[item.id]): item.slice_name for item in bundled.items}.values())
     assert all(independent[name] >= 180 for name in MEDIA_SLICES)
-    assert sum(path.stat().st_size for path in BUNDLED.rglob("*")) < 8.5e6
+    assert sum(path.stat().st_size for path in BUNDLED.rglob("*")) < 9 * 2**20
 
 
 def test_every_picture_and_clip_of_the_bundled_set_is_asked_about(bundled: GoldenSet) -> None:
