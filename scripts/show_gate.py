@@ -1,11 +1,12 @@
-"""Three faults that a server answers through with confidence, and whether the gate stops each: which slice caught it, by what.
+"""Four faults that a server answers through with confidence, and whether the gate stops each: which slice caught it, by what.
 
     python -m scripts.show_gate                    starts servers of its own
     python -m scripts.show_gate --per-slice 100    sooner, and with wider bounds
 
 adapter: noise in the vision projectors of a copy of the bundled model.  swapped: two pictures arrive in the other order.  stale: every
-tenth request with a picture is answered from the picture of the one before.  Exit status 1 if one gets through, or if the honest server is
-stopped by a value (not for too few items).  Ends in one JSON line.
+tenth request with a picture is answered from the picture of the one before.  hits: only a picture that a cache knows is answered from
+another one, so that whatever is asked once is right.  Exit status 1 if one gets through, or if the honest server is stopped by a value (not
+for too few items).  Ends in one JSON line.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from scripts.loopback import given_or_own_server, loopback_url, server
 
 STALE_EVERY = 10
 # The slices that a fault must show in.  Text never sees one.
-MUST_CATCH = {"adapter": {"image", "images", "image+audio"}, "swapped": {"images"}, "stale": {"image"}}
+MUST_CATCH = {"adapter": {"image", "images", "image+audio"}, "swapped": {"images"}, "stale": {"image"}, "hits": {"image"}}
 
 Body = dict[str, Any]
 
@@ -88,6 +89,24 @@ class StaleCache:
         if self._count % self._every == 0 and self._last is not None:
             pictures[0]["image_url"] = self._last
         self._last = fresh
+
+
+class StaleHits:
+    """A picture that comes again under the same `cache_salt` becomes the last other one, as from a cache that mixes up its keys."""
+
+    def __init__(self) -> None:
+        self._known: set[tuple[str | None, str]] = set()  # salt and URL
+        self._shown: dict[str, dict[str, str]] = {}  # by URL, as they first came
+
+    def __call__(self, body: Body) -> None:
+        for part in _pictures(body)[:1]:
+            fresh = part["image_url"]
+            key = body.get("cache_salt"), fresh["url"]
+            others = [url for url in self._shown if url != fresh["url"]]
+            if key in self._known and others:
+                part["image_url"] = self._shown[others[-1]]
+            self._known.add(key)
+            self._shown.setdefault(fresh["url"], fresh)
 
 
 def _pictures(body: Body) -> list[dict[str, Any]]:
@@ -176,7 +195,7 @@ async def show(options: argparse.Namespace, console: Console) -> Show:
         directory = Path(scratch)
         async with given_or_own_server(options.url, directory) as url:
             await showing.measure("honest", url)
-            for name, fault in {"swapped": swap_pictures, "stale": StaleCache(STALE_EVERY)}.items():
+            for name, fault in {"swapped": swap_pictures, "stale": StaleCache(STALE_EVERY), "hits": StaleHits()}.items():
                 if name in options.faults:
                     async with faulty(url, fault) as door:
                         await showing.measure(name, door)
