@@ -25,9 +25,11 @@ def arguments(*words: str) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-async def evaluated(tmp_path: Path, engine: FakeEngine, *words: str, status: int = 0) -> dict[str, Any]:
-    """The JSON report of a run over the hand-written set."""
-    world.write_set(tmp_path / "set")
+async def evaluated(
+    tmp_path: Path, engine: FakeEngine, *words: str, status: int = 0, lines: list[dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    """The JSON report of a run over the hand-written set, or over `lines` of one."""
+    world.write_set(tmp_path / "set", lines)
     reports = ("--json", str(tmp_path / "r.json"), "--html", str(tmp_path / "r.html"), "--markdown", str(tmp_path / "r.md"))
     async with serving(engine) as server:
         args = arguments("--url", server.url, "--set", str(tmp_path / "set"), "--states-per-slice", "0", *reports, *words)
@@ -52,7 +54,24 @@ async def test_a_server_that_reverses_pictures_is_found_out_by_its_slice(tmp_pat
     report = await evaluated(tmp_path, world.seeing_engine(reverses=True), "--gate", status=1)
     assert report["order"]["reversed"] == 1
     assert {finding["slice"] for finding in report["gate"]["findings"] if finding["breach"]} == {"images"}
-    assert "reversed: &#39;The second one.&#39;" in (tmp_path / "r.html").read_text()
+    page = (tmp_path / "r.html").read_text()
+    assert "reversed: &#39;The second one.&#39; in the other order, where &#39;first&#39; is right" in page
+    assert [Page(page).cards[i]["data-fault"] for i in range(2)] == ["wrong", "order"]
+
+
+async def test_an_order_probe_is_shown_as_it_was_asked_the_second_time_unless_only_the_first_was_wrong(tmp_path: Path) -> None:
+    red, blue = ({"image": f"{name}.png"} for name in ("red", "blue"))
+    shown = {"category": "order", "kind": "choice", "choices": ["first", "second"], "expected": "first", "if_swapped": "second"}
+    lines = [
+        {"id": "before", "parts": ["Which is red?", red, blue]} | shown,
+        {"id": "after", "parts": [red, blue, "Which is red?"]} | shown,
+    ]
+    asked = iter(["The first one.", "Neither.", "Neither.", "The second one."])  # in order: before, after, and both swapped
+    engine = world.seeing_engine(lambda question, answer: next(asked))
+    await evaluated(tmp_path, engine, "--concurrency", "1", lines=lines)
+    page = (tmp_path / "r.html").read_text()
+    assert [(card["data-fault"], card["data-id"]) for card in Page(page).cards] == [("wrong", "after"), ("order", "before~")]
+    assert page.count("(before the media)") == 1
 
 
 async def test_too_few_items_pass_no_gate_but_are_no_breach(tmp_path: Path) -> None:

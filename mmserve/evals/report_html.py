@@ -13,7 +13,7 @@ from mmserve.evals.endpoint import data_uri
 from mmserve.evals.golden import MEDIA_SLICES, Item, Media
 from mmserve.evals.probes import OrderResult, swapped
 from mmserve.evals.report_text import remarks
-from mmserve.evals.scoring import Claim, Scored
+from mmserve.evals.scoring import Claim, Scored, score
 from mmserve.evals.session import Evaluation
 
 MAX_CARDS = 400  # pictures and clips are in the page itself
@@ -34,6 +34,11 @@ class Card:
     hallucinated: tuple[str, ...] = ()
     claims: tuple[Claim, ...] = ()
     note: str = ""
+
+    @property
+    def asks_first(self) -> bool:
+        """Whether the question stands before what it asks about, which some models find harder."""
+        return "text" in self.parts[0] and len(self.parts) > 1
 
 
 def html_report(report: dict[str, Any], evaluation: Evaluation) -> str:
@@ -69,9 +74,11 @@ def _faults(evaluation: Evaluation) -> Iterator[Fault]:
         elif answer.is_right is False:
             yield "wrong", answer.item, answer, ""
     for probe in evaluation.order:
-        if probe.result is not OrderResult.RIGHT:
-            note = f"{probe.result}: {probe.answer!r}, and with the pictures swapped {probe.swapped_answer!r}"
-            yield "order", swapped(probe.item), None, note
+        turned = score(swapped(probe.item), probe.cluster, probe.swapped_answer, evaluation.golden.vocabulary)
+        # What is merely wrong in the set's own order stands above.
+        if probe.result in (OrderResult.REVERSED, OrderResult.UNMOVED) or not turned.is_right:
+            right = " or ".join(map(repr, probe.item.expected))
+            yield "order", turned.item, turned, f"{probe.result}: {probe.answer!r} in the other order, where {right} is right"
     for state in evaluation.states or ():
         if not state.is_equal:
             note = "; ".join(f"{name}: {text!r}" for name, text in state.answers.items())
