@@ -55,7 +55,7 @@ async def test_a_server_that_reverses_pictures_is_found_out_by_its_slice(tmp_pat
     assert report["order"]["reversed"] == 1
     assert {finding["slice"] for finding in report["gate"]["findings"] if finding["breach"]} == {"images"}
     page = (tmp_path / "r.html").read_text()
-    assert "reversed: &#39;The second one.&#39; in the other order, where &#39;first&#39; is right" in page
+    assert "reversed; in the other order it said &#39;The second one.&#39;, where &#39;first&#39; is right" in page
     assert [Page(page).cards[i]["data-fault"] for i in range(2)] == ["wrong", "order"]
 
 

@@ -78,7 +78,7 @@ def _faults(evaluation: Evaluation) -> Iterator[Fault]:
         # What is merely wrong in the set's own order stands above.
         if probe.result in (OrderResult.REVERSED, OrderResult.UNMOVED) or not turned.is_right:
             right = " or ".join(map(repr, probe.item.expected))
-            yield "order", turned.item, turned, f"{probe.result}: {probe.answer!r} in the other order, where {right} is right"
+            yield "order", turned.item, turned, f"{probe.result}; in the other order it said {probe.answer!r}, where {right} is right"
     for state in evaluation.states or ():
         if not state.is_equal:
             note = "; ".join(f"{name}: {text!r}" for name, text in state.answers.items())
