@@ -189,6 +189,10 @@ class Scrape:
         wanted = (labels or {}).items()
         return sum(s.value for s in self._samples if s.name == f"mmserve:{name}" and wanted <= s.labels.items())
 
+    def by_label(self, name: str, label: str) -> dict[str, float]:
+        """The samples of a metric that has this label and no other, by its value."""
+        return {s.labels[label]: s.value for s in self._samples if s.name == f"mmserve:{name}"}
+
     def buckets(self, name: str) -> dict[float, float]:
         """Cumulative counts of a histogram without labels, by upper bound."""
         return {float(s.labels["le"]): s.value for s in self._samples if s.name == f"mmserve:{name}_bucket"}

@@ -127,7 +127,9 @@ async def show(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             after = await settled(server.url)
         count, kept_usd = kept(server.data_dir / "ledger.db")
         mmserve(["usage", "--data-dir", scratch])
-    workers_s, overhead_s = growth(before, after, "gpu_seconds"), growth(before, after, "gpu_overhead_seconds")
+    workers_s = growth(before, after, "gpu_seconds")
+    known, overhead = (reading.by_label("gpu_overhead_seconds_total", "reason") for reading in (before, after))
+    overhead_s = {reason: seconds - known.get(reason, 0.0) for reason, seconds in overhead.items()}
     return {
         "script": "show_costs",
         "requests": count,
@@ -138,9 +140,9 @@ async def show(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         "workers_usd": round(workers_s * usd_per_s, 6),
         "requests_usd": round(kept_usd, 6),
         "told_usd": round(sum(each.usd for each in told), 6),
-        "overhead_gpu_seconds": round(overhead_s, 3),
+        "overhead_gpu_seconds": {reason: round(seconds, 3) for reason, seconds in overhead_s.items() if seconds},
         "difference": round(kept_usd / (workers_s * usd_per_s) - 1, 5),
-        "unaccounted": round(1 - (kept_usd / usd_per_s + overhead_s) / workers_s, 5),
+        "unaccounted": round(1 - (kept_usd / usd_per_s + sum(overhead_s.values())) / workers_s, 5),
     }
 
 
