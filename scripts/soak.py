@@ -40,6 +40,7 @@ from scripts.faults.strict_client import Answer, StrictClient
 from scripts.loopback import Running, running
 
 QUIET_EVERY_S = 600.0
+NUM_WORST = 3
 WEIGHTS = {"kill worker": 4, "stop worker": 2}  # the others weigh 1
 # Small enough that blocks are evicted, and media leave memory for the disk, and the disk for good; and a log that still fits when the disk
 # is full.
@@ -64,7 +65,7 @@ class Soak:
         async with StrictClient(server.url, api_key) as client, watched_readiness(server.url) as readiness:
             num_rows_before = len(ledger_rows(server.data_dir))
             await ask_all(client, [request for request, _ in known], Progress())  # pools and buffers have the size that they need
-            if options.minutes * 60 > JUDGED_AFTER_S:
+            if is_judged := options.minutes * 60 > JUDGED_AFTER_S:
                 with self._console.status("filling every table that has a bound"):
                     await fill(client, len(journal.entries))
             load = SteadyLoad(client, known, tally, options.clients, seed)
@@ -72,6 +73,8 @@ class Soak:
             watch = Watch(world, journal, Baseline(server.process.pid), num_rows_before)
             async with asyncio.TaskGroup() as group:
                 background = [group.create_task(load.run()), group.create_task(watch.run())]
+                if is_judged:
+                    await self._worst(world)
                 while journal.now_s < options.minutes * 60:
                     await self._trouble(group, world, min(journal.now_s + QUIET_EVERY_S, options.minutes * 60))
                     await load.pause()
@@ -79,6 +82,11 @@ class Soak:
                     load.go_on()
                 for task in background:
                     task.cancel()
+
+    async def _worst(self, world: World) -> None:
+        """All kinds of faults at once, and again: what memory a peak leaves behind is there before anybody looks."""
+        for _ in range(NUM_WORST):
+            await asyncio.gather(*(self._cause(name, world) for name in self._options.only))
 
     async def _trouble(self, group: asyncio.TaskGroup, world: World, until_s: float) -> None:
         """Faults as they come, until then; returns when the last of them is over."""
