@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mmserve.errors import BadRequest
 from mmserve.gateway.fields import Fields
 from mmserve.media import MediaKind, MediaLimits
-from mmserve.request import GUARDRAIL_MODES, MAX_LOGIT_BIAS, ChatRequest, SamplingParams
+from mmserve.request import GUARDRAIL_MODES, MAX_LOGIT_BIAS, ChatRequest, Message, SamplingParams
 from mmserve.tenants import DEFAULT_TENANT
 
 NotOffered = Mapping[str, tuple[Collection[object], str]]
@@ -79,6 +79,22 @@ class Common:
     explain: bool
     allow_degraded: bool
     guardrail: str | None
+
+    def call(self, messages: tuple[Message, ...], caller: Caller, *, raw_prompt: bool = False) -> Call:
+        """What was asked for, about these messages."""
+        request = ChatRequest(
+            messages=messages,
+            sampling=self.sampling,
+            model=self.model,
+            priority=self.priority,
+            cache_salt=self.cache_salt,
+            tenant=caller.tenant,
+            request_id=caller.request_id,
+            guardrail=self.guardrail,
+            allow_degraded=self.allow_degraded,
+            raw_prompt=raw_prompt,
+        )
+        return Call(request, self.stream, self.include_usage, self.explain)
 
 
 def parse_common(fields: Fields, bounds: Bounds, caller: Caller, *, logprobs: int | None, default_max_tokens: int | None = None) -> Common:

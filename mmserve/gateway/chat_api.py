@@ -11,7 +11,7 @@ from mmserve.gateway.data_uri import decode_base64, parse_data_uri
 from mmserve.gateway.fields import Fields, shown
 from mmserve.gateway.json_body import parse_object
 from mmserve.media import MediaItem, MediaKind
-from mmserve.request import ChatRequest, Message, Part
+from mmserve.request import Message, Part
 
 MAX_MESSAGES = 4096
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -45,18 +45,7 @@ def parse_chat(data: bytes, bounds: Bounds, caller: Caller) -> Call:
     refuse(fields, NOT_OFFERED)
     fields.ignore(HARMLESS)
     fields.done()
-    request = ChatRequest(
-        messages=_messages(messages),
-        sampling=common.sampling,
-        model=common.model,
-        priority=common.priority,
-        cache_salt=common.cache_salt,
-        tenant=caller.tenant,
-        request_id=caller.request_id,
-        guardrail=common.guardrail,
-        allow_degraded=common.allow_degraded,
-    )
-    return Call(request, common.stream, common.include_usage, common.explain)
+    return common.call(_messages(messages), caller)
 
 
 def _logprobs(fields: Fields) -> int | None:

@@ -6,7 +6,7 @@ from mmserve.errors import BadRequest
 from mmserve.gateway.call import HARMLESS, Bounds, Call, Caller, NotOffered, parse_common, refuse
 from mmserve.gateway.fields import Fields
 from mmserve.gateway.json_body import parse_object
-from mmserve.request import ChatRequest, Message
+from mmserve.request import Message
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 NOT_OFFERED: NotOffered = {
@@ -25,18 +25,7 @@ def parse_completion(data: bytes, bounds: Bounds, caller: Caller) -> Call:
     fields.only("best_of", [common.sampling.n], "it must equal n")
     fields.ignore(HARMLESS)
     fields.done()
-    request = ChatRequest(
-        messages=(Message("user", (prompt,)),),
-        sampling=common.sampling,
-        model=common.model,
-        priority=common.priority,
-        cache_salt=common.cache_salt,
-        tenant=caller.tenant,
-        request_id=caller.request_id,
-        guardrail=common.guardrail,
-        raw_prompt=True,
-    )
-    return Call(request, common.stream, common.include_usage, common.explain)
+    return common.call((Message("user", (prompt,)),), caller, raw_prompt=True)
 
 
 def _prompt(fields: Fields) -> str:

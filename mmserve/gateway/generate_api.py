@@ -12,7 +12,7 @@ from mmserve.gateway.fields import Fields, shown
 from mmserve.gateway.json_body import parse_object
 from mmserve.gateway.multipart import FormPart, parse_multipart
 from mmserve.media import MediaItem, MediaKind
-from mmserve.request import ChatRequest, Message, Part
+from mmserve.request import Message, Part
 
 _PLACEHOLDER = re.compile(r"<(image|audio)-(0|[1-9][0-9]{0,8})>")
 _KINDS = {"image": MediaKind.IMAGE, "audio": MediaKind.AUDIO}
@@ -34,19 +34,9 @@ def parse_generate(body: bytes, boundary: bytes, bounds: Bounds, caller: Caller)
     pieces = place_media(_prompt(parts), _media(parts, detail))
     if not pieces:
         raise BadRequest("prompt must not be empty", param="prompt")
-    request = ChatRequest(
-        messages=(Message("user", pieces),),
-        sampling=common.sampling,
-        model=common.model,
-        priority=common.priority,
-        cache_salt=common.cache_salt,
-        tenant=caller.tenant,
-        request_id=caller.request_id,
-        guardrail=common.guardrail,
-        allow_degraded=common.allow_degraded,
-    )
-    check_media_counts([item.kind for item in request.media], bounds.limits, "prompt")
-    return Call(request, common.stream, common.include_usage, common.explain)
+    call = common.call((Message("user", pieces),), caller)
+    check_media_counts([item.kind for item in call.request.media], bounds.limits, "prompt")
+    return call
 
 
 def place_media(prompt: str, media: Sequence[MediaItem]) -> tuple[Part, ...]:
