@@ -29,8 +29,8 @@ from mmserve.tenants import Tenants
 _log = logging.getLogger(__name__)
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 _START_EXIT_S = 4.0  # how long a half-started engine gets to stop
-_MALLOPT = {-3: 32 * 2**20, -1: 64 * 2**20}  # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD (mallopt(3)), bytes
-
+_MALLOPT = {-3: 32 * 2**20, -1: 64 * 2**20, -8: 1}  # mallopt(3): M_MMAP_THRESHOLD and M_TRIM_THRESHOLD, bytes, and M_ARENA_MAX
+_TRIM_EVERY_S = 60.0
 _SWITCH_INTERVAL_S = 0.0005  # how long a thread that parses or decodes may keep the loop from the interpreter, where it can be asked
 
 
@@ -46,9 +46,9 @@ def run(args: argparse.Namespace) -> int:
         logging.basicConfig(
             level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
         )
+        _tune_malloc()
         with TenantWatch(config.storage.ledger) as tenants:
             check_binding(config.server, tenants)
-            _keep_large_buffers()
             _raise_open_files()
             sys.setswitchinterval(_SWITCH_INTERVAL_S)
             with asyncio.Runner(loop_factory=_loop_factory()) as runner:
@@ -88,7 +88,9 @@ async def serve(engine: EngineFace, config: Config, console: Console) -> int:
         gateway.open()
         _log.info("url=%s ready start_s=%.1f", gateway.url, time.monotonic() - began_s)
         console.print(banner(gateway.url, engine.composition, config, needs_key=needs_key(config.server, engine.tenants)))
+        trimming = asyncio.create_task(_trim_memory(), name="trim-memory")
         received = await signals.first()
+        trimming.cancel()
         _log.info("signal=%s draining timeout_s=%g", received.name, config.server.shutdown_timeout)
         await gateway.drain(linger_s=LINGER_S if received is signal.SIGTERM else 0.0)
         return 0
@@ -142,12 +144,23 @@ class _Signals:
             self._first.set_result(number)
 
 
-def _keep_large_buffers() -> None:
-    """Bodies of megabytes come and go.  glibc gives such memory back at once, and its pages are faulted in again for the next."""
+def _tune_malloc() -> None:
+    """Bodies of megabytes come and go.  glibc gives such memory back at once, and its pages are faulted in again for the next.
+
+    And it has an arena for each thread, each of which stays as large as it ever was.  Before there is a second thread.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:  # other C libraries have their own ways
-        for option, num_bytes in _MALLOPT.items():
-            mallopt(option, num_bytes)
+        for option, value in _MALLOPT.items():
+            mallopt(option, value)
+
+
+async def _trim_memory() -> None:
+    """What a peak has left behind, now and then to the system."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    while trim is not None:
+        await asyncio.sleep(_TRIM_EVERY_S)
+        await asyncio.to_thread(trim, 0)
 
 
 def _raise_open_files() -> None:
