@@ -3,11 +3,12 @@
 Five floors; imports go down only.
 
     doors        __main__  cli/  gateway/  bench/  evals/
-    engine       engine  sync_engine  active_request  costs  request_records  decoder_group  decoder_specs  replica_set  replica  supervisor
+    engine       engine  sync_engine  active_request  costs  request_records  decoder_groups  decoder_group
+                 decoder_specs  replica_set  replica  supervisor
                  media_service  media_room  encoder_lanes  supervised_encoder  tokenizer  chat_template  token_fuser  prompt_maker
                  modality_router  model_router  request_router  route_classifier  escalation  doubt  token_stream  readiness  quarantine
                  quota  tenants  tenant_watch  ledger  ledger_tables  spool  usage  hit_watch  guardrail  grounding/  answer_quality
-                 rate_watch  recent_answers  loop_lag
+                 rate_watch  recent_answers  canary  canary_records  canaries  media_fetches  loop_lag
     departments  scheduler/  encoders/           (they never import each other)
                  planner/  (formulas alone, with the scheduler's constants)
     memory       paged_kv/

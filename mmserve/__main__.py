@@ -13,6 +13,7 @@ COMMANDS = {
     "check": "say what a model directory is, whether it loads, and what it needs",
     "chat": "talk to a running server in the terminal",
     "tenants": "say who may use a server, and how much",
+    "canary": "say what became of a second set of weights that was tried, or end its trial",
     "usage": "say what was used and what it cost, by tenant, day and modality",
     "bench": "measure any OpenAI-compatible server under load",
     "plan": "say how many GPUs a rate takes, how to cut a box up for it, and what it costs",

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from mmserve.canary import Arm
 from mmserve.costs import Bill
 from mmserve.doubt import Doubt
 from mmserve.errors import MmserveError, NumericalError, Overloaded
@@ -43,8 +44,9 @@ class ActiveRequest:
     admitted_s: float
     reservation: Reservation  # of its tenant's quota, held until the end
     num_media_bytes: int  # of the shared buffer, held until the end
-    recorded: bool  # in ledger and metrics; readiness checks are not
+    overhead: str | None  # why it is nobody's and stays out of the ledger: readiness, shadow; None: it is a client's
     bill: Bill
+    arm: Arm | None = None  # of a canary's trial, in which its answer counts
     doubt: Doubt | None = None  # while the first tokens are held back: the large decoder may have to answer
     choices: tuple[Choice, ...] = ()  # this and the next two begin anew when an encoder fails
     media: tuple[PreparedMedia, ...] = ()
@@ -125,7 +127,11 @@ def take_token(active: ActiveRequest, choice: Choice, update: TokenUpdate, now_s
     return reason
 
 
-def new_choice(index: int, sequence: Sequence, tokenizer: Tokenizer) -> Choice:
+def new_choice(index: int, sequence: Sequence, tokenizer: Tokenizer, said: Choice | None = None) -> Choice:
+    """`said` is what another decoder with the same tokenizer has said of it: this is the rest."""
+    if said is not None:
+        sequence.resume(said.sequence)
+        return Choice(index, sequence, said.detokenizer, said.stops, said.finished)
     tail = sequence.token_ids[-4:].tolist()
     return Choice(index, sequence, tokenizer.detokenizer(tail), StopChecker(sequence.sampling.stop))
 

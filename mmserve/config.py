@@ -24,6 +24,8 @@ GPU_TPOT_TARGET_MS = 35.0
 CPU_TPOT_TARGET_MS = 1000.0
 GPU_QUEUE_WAIT_S = 0.3  # leaves time for an encode and a prefill before a first token is late
 FLASH_BLOCK_SIZE = 256  # what flash-attn 2 reads by one table look-up
+CANARY_SUFFIX = "-canary"  # behind a decoder's name: what stands beside it
+CANARY_MODES = ("traffic", "shadow")
 TORCH_BLOCK_SIZE = 16  # the stride of the prefix cache's hashes: the least waste
 
 
@@ -127,6 +129,20 @@ class GuardrailConfig:
 
 
 @dataclass(frozen=True)
+class CanaryConfig:
+    """A second set of weights for a decoder, tried beside it: see docs/canary.md."""
+
+    canary_small: Path | None = option(None, "model directory whose small decoder and encoders are tried beside the server's own")
+    canary_large: Path | None = option(None, "the same for the large decoder")
+    canary_mode: str = option(
+        "traffic", "whether clients get a canary's answers, or it answers their questions afterwards and unseen", choices=CANARY_MODES
+    )
+    canary_share: float = option(0.05, "share of a decoder's conversations that its canary gets")
+    canary_margin: float = option(0.05, "how much more often a canary's answers may go wrong, as a share of them")
+    canary_devices: str | None = option(None, "devices of a canary, its own alone on GPUs: as many as share a replica of its decoder")
+
+
+@dataclass(frozen=True)
 class CostConfig:
     """The defaults are what an A100-80GB rents for, about.  A worker on the CPU counts as one GPU."""
 
@@ -163,6 +179,7 @@ class Config:
     encoder: EncoderConfig = field(default_factory=EncoderConfig)
     storage: StorageConfig = field(default_factory=StorageConfig)
     guardrail: GuardrailConfig = field(default_factory=GuardrailConfig)
+    canary: CanaryConfig = field(default_factory=CanaryConfig)
     cost: CostConfig = field(default_factory=CostConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     limits: MediaLimits = field(default_factory=MediaLimits)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mmserve.config import CostConfig
+from mmserve.config import CANARY_SUFFIX, CostConfig
 from mmserve.media import MediaKind, MediaWindow
 from mmserve.request import Cost
 from mmserve.scheduler.sequence import Sequence
@@ -38,8 +38,8 @@ class Prices:
         self._default = default / 3600
 
     def usd(self, pool: str, gpu_s: float) -> float:
-        """Of a decoder by its name, or of a media kind's encoders."""
-        return self._usd_per_s.get(pool, self._default) * gpu_s
+        """Of a decoder by its name, or of a media kind's encoders.  A canary's costs what its base's does."""
+        return self._usd_per_s.get(pool.removesuffix(CANARY_SUFFIX), self._default) * gpu_s
 
 
 class EncodeRates:

@@ -22,15 +22,18 @@ def replica_specs(
     num_threads: int,
     max_model_len: int,
     tokenizer: Tokenizer,
+    base: str | None = None,
 ) -> tuple[tuple[DecoderWorkerSpec, ...], ...]:
-    """Of the decoder `name`.  Raises ConfigError."""
+    """Of the decoder `name`; a canary's `base` is the decoder that it stands beside.  Raises ConfigError."""
     model, scheduler, decoder = config.model, config.scheduler, composition.decoders[name]
-    is_beside_large = name == "small" and "large" in composition.decoders
-    num_ranks = model.small_tensor_parallel_size if is_beside_large else model.tensor_parallel_size
-    devices_text = model.small_devices if name == "small" else model.large_devices
+    is_small = (base or name) == "small"
+    num_ranks = model.small_tensor_parallel_size if is_small and "large" in composition.decoders else model.tensor_parallel_size
+    devices_text, devices_key = model.small_devices if is_small else model.large_devices, f"{name}-devices"
+    if base is not None:
+        devices_text, devices_key = config.canary.canary_devices, "canary-devices"
     simulated = None
     if is_simulated(device):
-        simulated = SimulatedModel(model.sim_small if name == "small" else model.sim_large, tokenizer.printable_ids(NUM_SIMULATED_IDS))
+        simulated = SimulatedModel(model.sim_small if is_small else model.sim_large, tokenizer.printable_ids(NUM_SIMULATED_IDS))
 
     def spec(device: str) -> DecoderWorkerSpec:
         return DecoderWorkerSpec(
@@ -50,7 +53,7 @@ def replica_specs(
             simulated=simulated,
         )
 
-    replicas = replica_devices(devices_text, device, num_ranks, f"{name}-devices")
+    replicas = replica_devices(devices_text, device, num_ranks, devices_key)
     return tuple(tuple(map(spec, ranks)) for ranks in replicas)
 
 

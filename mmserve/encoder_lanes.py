@@ -70,6 +70,12 @@ class EncoderLanes:
             lanes.append(await self._open_local(f"{kind.value}-fallback", kind, fallback, devices, stack))
         return tuple(lanes)
 
+    async def open_beside(
+        self, name: str, kind: MediaKind, composition: Composition, devices: tuple[str, ...], stack: AsyncExitStack
+    ) -> EncoderLane:
+        """One more encoder of a kind, for a decoder that has its own; `name` tells it from the others."""
+        return await self._open_local(name, kind, composition, devices, stack)
+
     async def _open_local(
         self, name: str, kind: MediaKind, composition: Composition, devices: tuple[str, ...], stack: AsyncExitStack
     ) -> EncoderLane:

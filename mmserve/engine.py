@@ -12,26 +12,31 @@ import os
 import random
 import time
 import uuid
-from collections.abc import Collection
+from collections.abc import AsyncIterator
 from collections.abc import Sequence as SequenceOf
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Self
 
 from mmserve.active_request import ActiveRequest, Choice, new_choice, record_timings, take_token
 from mmserve.answer_quality import AnswerQuality
-from mmserve.composition import load_composition
+from mmserve.canaries import SHADOW, Canaries, Host, read_canaries
+from mmserve.canary import Arm
+from mmserve.composition import Canary, Composition, beside, load_composition
 from mmserve.config import Config, chosen_device, device_names
 from mmserve.costs import CostBooks, Prices
 from mmserve.decoder_group import DecoderGroup
-from mmserve.decoder_specs import queue_limits, replica_specs, scheduler_limits
+from mmserve.decoder_groups import DecoderGroups
 from mmserve.doubt import Doubt
-from mmserve.errors import ENCODER_FAULTS, EncoderUnavailable, MmserveError, Overloaded, RateLimited, WorkerLost
+from mmserve.encoder_lanes import EncoderLane
+from mmserve.errors import MmserveError, Overloaded, RateLimited, WorkerLost
 from mmserve.escalation import Escalations
 from mmserve.guardrail import Guardrail, own_judges
 from mmserve.ledger import Feedback, Ledger
 from mmserve.loop_lag import watch_lag
 from mmserve.media import MediaKind, MediaLimits, MediaSpan
+from mmserve.media_fetches import MediaFetches
 from mmserve.media_service import MediaService
 from mmserve.metrics import Metrics
 from mmserve.modality_router import Route, route
@@ -64,20 +69,23 @@ class AsyncEngine:
         model = self.config.model
         self.composition = load_composition(model.model, small=model.small, large=model.large, chat_template=model.chat_template)
         self.limits: MediaLimits = self.config.limits
+        self._beside = read_canaries(self.config, self.composition)
+        self._bases = {name: canary.base for name, canary in self._beside.items()}
+        self._decoders = beside(self.composition, self._beside)
         lengths = [decoder.max_model_len for decoder in self.composition.decoders.values()]
         self.max_model_len = min([*lengths, self.config.scheduler.max_model_len or max(lengths)])
         self.tokenizers = load_tokenizers(self.composition)
+        self.tokenizers |= {name: self.tokenizers[base] for name, base in self._bases.items()}
         self._router = RequestRouter(model, model.served_model_name or self.composition.name, self.tenants.tier)
         self._seeds = random.Random(self.config.model.seed)
         latency = self.metrics.inter_token_latency_seconds
-        self._inter_token_latency = {name: latency.labels(name) for name in self.composition.decoders}  # looked up for every token
+        self._inter_token_latency = {name: latency.labels(name) for name in self._decoders.decoders}  # looked up for every token
         self._seq_ids = itertools.count(1)
         self._active: dict[str, ActiveRequest] = {}  # by the server's own request id
         self._active_of: dict[int, tuple[ActiveRequest, Choice]] = {}  # by seq_id
-        self._fetches: dict[tuple[str, bytes], asyncio.Task[None]] = {}  # (request id, window key)
         self._num_preparing = 0
         self._quarantine = Quarantine()
-        self._proven: frozenset[str] = frozenset()
+        self._proven = False
         self._draining = False
         self._idle = asyncio.Event()
         self._stack = AsyncExitStack()
@@ -113,6 +121,7 @@ class AsyncEngine:
                 rows_dtype=dtype,
                 on_restart=self._count_restart,
                 on_cache_event=self._records.index_cache,
+                canaries=self._beside,
             )
             devices = {
                 MediaKind.IMAGE: device_names(model.vision_devices, device),
@@ -121,29 +130,46 @@ class AsyncEngine:
             await stack.enter_async_context(self._media.running(devices, num_threads))
             self._prompts = PromptMaker(self._media, self.tokenizers)
             judges = await asyncio.to_thread(own_judges, self.config, self.composition, device)
-            self.guardrail = Guardrail(self.config.guardrail, judges, self._media, self.tokenizers, self._quality, self.metrics)
+            texts = self.tokenizers
+            host = Host(
+                lambda: self._is_idle, self._open_beside, self._prove, self._submit, self._go_back, self._fail, self._active.values,
+                lambda model, ids: texts[model].decode(ids),
+            )  # fmt: skip
+            self._canaries = Canaries(self.config.canary, self._beside, host, self.ledger, self.metrics)
+            self.guardrail = Guardrail(
+                self.config.guardrail, judges, self._media, texts, self._quality, self.metrics,
+                bases=self._bases, on_report=self._canaries.note_grounding,
+            )  # fmt: skip
             stack.push_async_callback(self.guardrail.close)
             self._escalations = Escalations(self._prompts.make, self._check, self._escalate, self._deliver)
             stack.push_async_callback(self._escalations.close)
-            self._groups = {}
-            stack.push_async_callback(self._close_groups)
+            self._fetches = MediaFetches(
+                self._media, self._prompts.make, self._check, self._begin, self._fail,
+                move=self._canaries.note_failure, landed=self._wake, is_running=lambda active: active.generation.request_id in self._active,
+            )  # fmt: skip
+            self._groups = DecoderGroups(
+                self.config, self._decoders, self._bases, texts, self._media.cache, buffer.memory, self.metrics,
+                device=device, dtype=dtype, num_threads=num_threads, max_model_len=self.max_model_len,
+                deliver=self._deliver, want=self._want, lost=self._lose,
+            )  # fmt: skip
+            stack.push_async_callback(self._groups.close)
             for name in self.composition.decoders:
-                self._groups[name] = self._make_group(name, device, dtype, num_threads, buffer)
+                self._groups.open(name, self._count_restart)
+            stack.push_async_callback(self._canaries.close)
             stack.push_async_callback(self._end_everything)
             supervisors = [*self._media.supervisors, *(s for group in self._groups.values() for s in group.supervisors)]
             await asyncio.gather(*(supervisor.first_ready() for supervisor in supervisors))
             lag = asyncio.create_task(watch_lag(self.metrics), name="loop-lag")
             stack.callback(lag.cancel)
-            await self._prove()
+            await self._prove(self.composition)
+            self._proven = True
             self._stack = stack.pop_all()
+            self._canaries.start()
 
     async def close(self) -> None:
         """End what still runs with an error, then the workers.  Idempotent."""
         self._draining = True
         await self._stack.aclose()
-
-    async def _close_groups(self) -> None:
-        await asyncio.gather(*(group.close() for group in self._groups.values()))
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests, let accepted ones finish; after `timeout_s` end the rest with `shutdown`."""
@@ -158,7 +184,7 @@ class AsyncEngine:
 
     def ready(self, route: str = "all") -> bool:
         """Whether `text`, `image`, `audio` or `all` went through for real and can be done now."""
-        if self._draining or not self._proven or not all(group.alive for group in self._groups.values()):
+        if self._draining or not self._proven or not all(group.alive for group in self._groups.stable.values()):
             return False
         kinds = {"text": (), "image": (MediaKind.IMAGE,), "audio": (MediaKind.AUDIO,), "all": self._media.kinds}[route]
         return all(kind in self._media.kinds and self._media.works(kind) for kind in kinds)
@@ -175,36 +201,29 @@ class AsyncEngine:
         except RateLimited as error:
             self.metrics.admission_rejections.labels(error.type).inc()
             raise
-        refusal: Overloaded | None = None
-        if self._num_preparing >= self.config.scheduler.max_num_queued_reqs:
-            retry_after_s = max(group.retry_after_s(self._num_preparing) for group in self._groups.values())
-            refusal = Overloaded("too many requests are waiting", retry_after_s=retry_after_s)
-        else:
-            for group in self._groups.values():
-                try:
-                    group.check_room()
-                except Overloaded as full:
-                    refusal = full
-                else:
-                    return
-        if refusal is not None:
+        try:
+            self._groups.check_room(self._num_preparing)
+        except Overloaded:
             self.metrics.admission_rejections.labels("queue_full").inc()
-            raise refusal
+            raise
 
     async def submit(self, request: ChatRequest) -> Generation:
         """Returns once the request is admitted: counted, within every limit, queued.  Raises MmserveError when refused."""
         active = await self._admit(self.guardrail.resolve(request))
-        self._quality.note_question(active.question, active.route.modality_mix, active.arrival_s)
+        question = active.question
+        self._quality.note_question(question, active.route.modality_mix, active.arrival_s)
+        self._canaries.note_question(active, question, active.arrival_s)
         return self.guardrail.guard(active, self._admit)
 
     def record_feedback(self, feedback: Feedback) -> None:
         self._quality.note_feedback(feedback, time.monotonic())
+        self._canaries.note_feedback(feedback)
 
     async def _admit(self, request: ChatRequest) -> ActiveRequest:
         self.check_room(request.tenant)
         self._num_preparing += 1
         try:
-            return await self._submit(request, recorded=True)
+            return await self._submit(request)
         except MmserveError as error:
             self.metrics.admission_rejections.labels(error.type).inc()
             raise
@@ -212,11 +231,25 @@ class AsyncEngine:
             self._num_preparing -= 1
             self._idle.set()
 
-    async def _submit(self, request: ChatRequest, *, recorded: bool) -> ActiveRequest:
+    async def _submit(self, request: ChatRequest, overhead: str | None = None, arm: Arm | None = None) -> ActiveRequest:
+        """`overhead` says why it is nobody's; `arm` is a shadow's."""
         arrival_s = time.monotonic()
         routed = route(request.media, has_text=request.num_characters > 0, limits=self.limits)
-        waiting = {name: group.num_waiting for name, group in self._groups.items()}
-        choice = self._router.choose(request, available=self._groups.keys(), capable=self._capable(routed), waiting=waiting)
+        choice = self._router.choose(
+            request, available=self.composition.decoders, capable=self._groups.capable(routed.pools), waiting=self._groups.num_waiting,
+            canaries=self._canaries.names,
+        )  # fmt: skip
+        if overhead is None and (arm := self._canaries.enrol(request, choice)) is not None and arm.is_canary:
+            try:
+                return await self._prepare(request, routed, replace(choice, model=arm.canary), arrival_s, overhead, arm)
+            except MmserveError:
+                self._canaries.note_refusal(arm)
+                arm = None
+        return await self._prepare(request, routed, choice, arrival_s, overhead, arm)
+
+    async def _prepare(
+        self, request: ChatRequest, routed: Route, choice: ModelChoice, arrival_s: float, overhead: str | None, arm: Arm | None
+    ) -> ActiveRequest:
         prompt = await self._prompts.make(request, choice.model, {})
         num_prompt, sampling = len(prompt.fused.token_ids), request.sampling
         reservation = self.quotas.reserve(
@@ -228,13 +261,18 @@ class AsyncEngine:
             now_s=time.monotonic(),
         )
         doubt = self._router.doubt(choice, request)
-        num_bytes = self._media.num_bytes(prompt.media, (choice.model,) if doubt is None else (choice.model, LARGE))
+        models = [choice.model] if doubt is None else [choice.model, LARGE]
+        if choice.model in self._bases:
+            models.append(self._bases[choice.model])  # which may have to say the rest
+        num_bytes = self._media.num_bytes(prompt.media, models)
         try:
+            if overhead == SHADOW and not self._media.room.has(num_bytes):
+                raise Overloaded("a shadow doesn't wait for room")
             await self._media.room.take(num_bytes)
         except BaseException:
             self.quotas.settle(reservation, 0, time.monotonic())
             raise
-        return self._activate(request, routed, choice, doubt, prompt, reservation, num_bytes, arrival_s, recorded)
+        return self._activate(request, routed, choice, doubt, prompt, reservation, num_bytes, arrival_s, overhead, arm)
 
     def _check(self, request: ChatRequest, model: str, prompt: Prompt) -> int:
         """Most tokens that each sequence may reach.  Raises the error of whatever limit it would break."""
@@ -254,7 +292,8 @@ class AsyncEngine:
         reservation: Reservation,
         num_bytes: int,
         arrival_s: float,
-        recorded: bool,
+        overhead: str | None,
+        arm: Arm | None,
     ) -> ActiveRequest:
         """From here on the request ends exactly once, through `_end`."""
         sampling = request.sampling
@@ -274,8 +313,9 @@ class AsyncEngine:
             admitted_s=time.monotonic(),
             reservation=reservation,
             num_media_bytes=num_bytes,
-            recorded=recorded,
+            overhead=overhead,
             bill=self._costs.open(),
+            arm=arm,
             doubt=doubt,
         )
         generation.on_cancel = lambda: self._end(active, FinishReason.CANCELLED)
@@ -283,8 +323,11 @@ class AsyncEngine:
         self._begin(active, prompt, self.max_model_len)
         return active
 
-    def _begin(self, active: ActiveRequest, prompt: Prompt, max_total_tokens: int) -> None:
-        """Hand the request's sequences to its decoder, in the place of those that it may have there; with room as was reserved, at most."""
+    def _begin(self, active: ActiveRequest, prompt: Prompt, max_total_tokens: int, said: SequenceOf[Choice] = ()) -> None:
+        """Hand the request's sequences to its decoder, in the place of those that it may have there; with room as was reserved, at most.
+
+        `said` is what another decoder has said already: they go on behind that.
+        """
         generation, request, fused = active.generation, active.request, prompt.fused
         max_total_tokens = min(max_total_tokens, len(fused.token_ids) + active.reservation.num_answer)
         self._withdraw(active)
@@ -304,7 +347,7 @@ class AsyncEngine:
                     spans=fused.spans,
                     sampling=request.sampling,
                     seed=(active.seed + index) % 2**64,
-                    eos_token_ids=self.composition.decoders[generation.model].eos_token_ids,
+                    eos_token_ids=self._decoders.decoders[generation.model].eos_token_ids,
                     max_total_tokens=max_total_tokens,
                     priority=request.priority,
                     arrival_s=active.arrival_s,
@@ -313,6 +356,7 @@ class AsyncEngine:
                     num_judged=0 if active.doubt is None else active.doubt.num_tokens,
                 ),
                 self.tokenizers[generation.model],
+                said[index] if said else None,
             )
             for index in range(request.sampling.n)
         )
@@ -326,17 +370,15 @@ class AsyncEngine:
         self.metrics.fused_tokens.labels(generation.model, active.route.modality_mix).observe(len(fused.token_ids))
         for each in active.choices:
             self._active_of[each.sequence.seq_id] = (active, each)
-            self._groups[generation.model].add(each.sequence)
+            if not each.finished:
+                self._groups[generation.model].add(each.sequence)
 
     def _withdraw(self, active: ActiveRequest) -> None:
         """Its sequences and fetches, wherever they are."""
         for choice in active.choices:
             del self._active_of[choice.sequence.seq_id]
             self._groups[active.generation.model].abort(choice.sequence.seq_id)
-        for key in active.windows:
-            task = self._fetches.pop((active.generation.request_id, key), None)
-            if task is not None and task is not asyncio.current_task():
-                task.cancel()
+        self._fetches.leave(active)
 
     def _deliver(self, updates: list[TokenUpdate]) -> None:
         now_s = time.monotonic()
@@ -359,68 +401,27 @@ class AsyncEngine:
                     self._end(active, ending)
 
     def _want(self, sequence: Sequence, span: MediaSpan) -> None:
-        """A sequence waits for a span's rows: get them, once for each request."""
+        """A sequence waits for a span's rows."""
         found = self._active_of.get(sequence.seq_id)
-        if found is None or (found[0].generation.request_id, span.key) in self._fetches:
-            return
-        active, _ = found
-        flight = (active.generation.request_id, span.key)
-        task = asyncio.create_task(self._fetch(active, span.key), name=f"fetch-{flight[0]}")
-        self._fetches[flight] = task
-        task.add_done_callback(partial(self._fetched, active, flight))
+        if found is not None:
+            self._fetches.want(found[0], span.key)
 
-    def _fetched(self, active: ActiveRequest, flight: tuple[str, bytes], task: asyncio.Task[None]) -> None:
-        self._fetches.pop(flight, None)
-        if not task.cancelled() and (error := task.exception()) is not None:  # a mistake of ours: nobody must wait for it for ever
-            log.error("request=%s media could not be brought", flight[0], exc_info=error)
-            self._fail(active, MmserveError("internal error"))
-
-    async def _fetch(self, active: ActiveRequest, key: bytes) -> None:
-        item, window = active.windows[key]
-        try:
-            active.sources[key] = await self._media.fetch(item, window, active.generation.model, active.bill.payer(window))
-        except ENCODER_FAULTS as error:
-            await self._do_without(active, key, error)
-            return
-        except MmserveError as error:
-            self._fail(active, error)
-            return
-        active.pinned.append(key)
+    def _wake(self, active: ActiveRequest) -> None:
+        """Rows of it have landed."""
         for choice in active.choices:
             self._groups[active.generation.model].wake(choice.sequence.seq_id)
 
-    async def _do_without(self, active: ActiveRequest, key: bytes, error: MmserveError) -> None:
-        """An encoder failed a request that waits for it: begin again with another encoder, or without the item if the client allows that.
-
-        Where an answer has begun, it is too late: what was said knew the item.
-        """
-        failed = [item for item in active.media if any(window.key == key for window in item.windows)]
-        has_other = isinstance(error, EncoderUnavailable) and all(map(self._media.is_open, failed))
-        if not has_other and active.request.allow_degraded:
-            active.left_out |= {id(item.item): error.code for item in failed}
-            has_other = True
-        if not has_other or active.first_token_s is not None:
-            self._fail(active, error)
-            return
-        left_out = dict(active.left_out)
-        try:
-            prompt = await self._prompts.make(active.request, active.generation.model, left_out)
-            max_total_tokens = self._check(active.request, active.generation.model, prompt)
-        except MmserveError as refusal:
-            self._fail(active, refusal)
-            return
-        if left_out == active.left_out and active.generation.request_id in self._active:  # else another fault came, and sees to it
-            log.info("request=%s begins again code=%s left_out=%d", active.generation.request_id, error.code, len(prompt.degraded))
-            self._begin(active, prompt, max_total_tokens)
-
     def _escalate(self, active: ActiveRequest, prompt: Prompt, max_total_tokens: int) -> None:
         """The large decoder answers in the small one's place."""
+        self._canaries.note_escalated(active)
         self._withdraw(active)
         active.choices, active.doubt = (), None
         active.generation.model, active.generation.route_reason = LARGE, RouteReason.ESCALATED
         self._begin(active, prompt, max_total_tokens)
 
     def _fail(self, active: ActiveRequest, error: MmserveError) -> None:
+        if self._canaries.note_failure(active, error):
+            return  # it goes on elsewhere
         if self._end(active, FinishReason.ERROR):
             log.info("request=%s failed code=%s", active.generation.request_id, error.code)
             active.generation.fail(error)
@@ -436,50 +437,55 @@ class AsyncEngine:
         self._withdraw(active)
         active.doubt = None
         self.guardrail.sample(active, reason)
+        self._canaries.note_end(active, reason)
         for key in active.pinned:
             self._media.cache.unpin(key)
         self._media.room.give_back(active.num_media_bytes)
         self.quotas.settle(active.reservation, active.used_tokens, now_s)
         self._idle.set()
         self._records.note_cost(active)
-        if active.recorded:
+        if active.overhead is None:
             self._records.record_end(active, reason, now_s)
         return True
 
-    async def _prove(self) -> None:
-        """A real token, image and clip, through the real path, on every decoder: only then is the engine ready."""
-        for request in proof_requests(self.composition, [kind for kind in self._media.kinds if self._media.works(kind)]):
-            async for _ in (await self._submit(request, recorded=False)).generation:
+    async def _prove(self, composition: Composition) -> None:
+        """A real token, image and clip, through the real path, on every decoder of it.  Raises MmserveError."""
+        for request in proof_requests(composition, [kind for kind in self._media.kinds if self._media.works(kind)]):
+            async for _ in (await self._submit(request, "readiness")).generation:
                 pass
-        self._proven = frozenset(self.composition.modalities)
+
+    # --- canaries ------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_idle(self) -> bool:
+        """Nobody waits for anything, nor goes."""
+        return not (self._draining or self._num_preparing or any(self._groups.num_waiting.values()))
+
+    @asynccontextmanager
+    async def _open_beside(self, canary: Canary) -> AsyncIterator[tuple[DecoderGroup, SequenceOf[EncoderLane]]]:
+        """Its workers are ready inside.  Raises WorkerFailedToStart."""
+        async with self._media.running_beside(canary) as lanes:
+            group = self._groups.open(canary.name, partial(self._canaries.note_death, canary.name))
+            try:
+                await asyncio.gather(*(supervisor.first_ready() for supervisor in group.supervisors))
+                yield group, lanes
+            finally:
+                await group.close()
+
+    async def _go_back(self, active: ActiveRequest) -> None:
+        """From a canary to the decoder beside it, which says the rest of what was begun.  Raises MmserveError."""
+        generation, base = active.generation, self._bases[active.generation.model]
+        prompt = await self._prompts.make(active.request, base, dict(active.left_out))
+        if generation.request_id not in self._active:
+            return  # it ended meanwhile
+        said = active.choices if active.first_token_s is not None else ()
+        self._withdraw(active)
+        active.choices, active.doubt, generation.model = (), None, base
+        self._begin(active, prompt, self.max_model_len, said)
 
     async def _end_everything(self) -> None:
         for active in list(self._active.values()):
             self._fail(active, Overloaded("the server is shutting down", code="shutdown"))
-
-    def _make_group(self, name: str, device: str, dtype: str, num_threads: int, buffer: SharedBuffer) -> DecoderGroup:
-        return DecoderGroup(
-            replica_specs(
-                name,
-                self.config,
-                self.composition,
-                device=device,
-                dtype=dtype,
-                num_threads=num_threads,
-                max_model_len=self.max_model_len,
-                tokenizer=self.tokenizers[name],
-            ),
-            buffer.memory,
-            scheduler_limits(self.config.scheduler, device, self.max_model_len),
-            self._media.cache,
-            self.metrics,
-            queue=queue_limits(self.config.scheduler, device),
-            enable_prefix_caching=self.config.scheduler.enable_prefix_caching,
-            deliver=self._deliver,
-            want=self._want,
-            lost=self._lose,
-            on_restart=self._count_restart,
-        )
 
     def _lose(self, sequence: Sequence, error: MmserveError) -> None:
         """A sequence that no worker can be found to compute, or that ends those that try."""
@@ -488,11 +494,6 @@ class AsyncEngine:
             prompt = sequence.token_ids[: sequence.num_prompt]
             self._quarantine.add(prompt_digest(active.generation.model, prompt, sequence.spans), time.monotonic())
         self._fail(active, error)
-
-    def _capable(self, routed: Route) -> Collection[str]:
-        """Decoders that take the media and have workers; or only the former, to say why it can't be had."""
-        capable = self.composition.decoders_taking(routed.pools)
-        return [name for name in capable if not self._groups[name].broken] or capable
 
     def _count_restart(self, role: str) -> None:
         self.metrics.worker_restarts.labels(role).inc()

@@ -13,6 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from mmserve.answer_quality import AnswerQuality
 from mmserve.composition import BadModel, Composition, GuardrailSpec, read_guardrail
 from mmserve.config import Config, ConfigError, GuardrailConfig, is_simulated
 from mmserve.encoders.to_the_end import to_the_end
-from mmserve.errors import BadRequest, MmserveError, Overloaded
+from mmserve.errors import BadRequest, EncoderUnavailable, MmserveError, Overloaded
 from mmserve.grounding.probe import DETECTORS, Detector, float_rows
 from mmserve.grounding.verdict import Grounder, Report, Verdict
 from mmserve.grounding.vocabulary import Vocabulary
@@ -78,7 +79,11 @@ def own_judges(config: Config, composition: Composition, device: str) -> dict[st
 
 
 class Guardrail:
-    """Owned by the event loop; pictures and texts are looked at in threads.  Without `judges` it refuses what asks for it."""
+    """Owned by the event loop; pictures and texts are looked at in threads.  Without `judges` it refuses what asks for it.
+
+    `bases` gives the decoder beside which a canary stands.  A canary's answers are held against what that one's encoder sees: through an
+    adapter of its own it would see what it says.  `on_report` hears of everything that was looked at.
+    """
 
     def __init__(
         self,
@@ -88,6 +93,9 @@ class Guardrail:
         tokenizers: Mapping[str, Tokenizer],
         quality: AnswerQuality,
         metrics: Metrics,
+        *,
+        bases: Mapping[str, str] = MappingProxyType({}),
+        on_report: Callable[[ActiveRequest, Report], None] = lambda active, report: None,
     ) -> None:
         if config.guardrail != "off" and not judges:
             raise ConfigError("this model has nothing to tell what is in a picture; --guardrail-table names it", param="guardrail")
@@ -99,6 +107,8 @@ class Guardrail:
         self._tokenizers = tokenizers
         self._quality = quality
         self._metrics = metrics
+        self._bases = bases
+        self._on_report = on_report
         self._lot = random.Random(0)
         self._seen: OrderedDict[bytes, np.ndarray] = OrderedDict()  # window key -> scores, least recently used first
         self._tasks: set[asyncio.Task[None]] = set()
@@ -133,15 +143,16 @@ class Guardrail:
         """A request has ended, and its rows are still held.  Perhaps look at what it said, when there is time."""
         pictures = _pictures(active)
         is_told = active.request.guardrail in ("flag", "regenerate")
-        if is_told or not (self._judges and pictures and active.recorded and reason in _ANSWERED):
+        is_wanted = active.arm is not None and active.arm.is_watched
+        if is_told or not (self._judges and pictures and (is_wanted or active.overhead is None) and reason in _ANSWERED):
             return
-        if self._lot.random() >= self._config.grounding_sample:
+        if not is_wanted and self._lot.random() >= self._config.grounding_sample:
             return
         if self._num_samples >= MAX_SAMPLES:
             self._metrics.grounding_samples_left_out.labels("busy").inc()
         elif not _are_ours(active):
             self._metrics.grounding_samples_left_out.labels("other_encoder").inc()
-        elif (pinned := self._pin(pictures)) is None:
+        elif (pinned := [] if active.generation.model in self._bases else self._pin(pictures)) is None:
             self._metrics.grounding_samples_left_out.labels("no_rows").inc()
         else:
             self._num_samples += 1
@@ -161,7 +172,7 @@ class Guardrail:
             return None
         model = active.generation.model
         try:
-            scores = [await self._scores(picture, model) for picture in _pictures(active)]
+            scores = await self._all_scores(active)
         except MmserveError as error:
             log.info("request=%s can't be held against its pictures code=%s", active.generation.request_id, error.code)
             return None
@@ -169,16 +180,21 @@ class Guardrail:
 
     def note(self, active: ActiveRequest, report: Report) -> None:
         generation = active.generation
-        self._quality.note_grounding(generation.request_id, generation.model, active.route.modality_mix, report, time.monotonic())
+        if active.overhead is None:
+            self._quality.note_grounding(generation.request_id, generation.model, active.route.modality_mix, report, time.monotonic())
+        self._on_report(active, report)
 
     async def _read(self, texts: Sequence[str], scores: Sequence[np.ndarray], model: str) -> tuple[Verdict, ...]:
-        judge = self._judges[model].grounder.judge
+        judge = self._judges[self._bases.get(model, model)].grounder.judge
         return await asyncio.to_thread(lambda: tuple(judge(text, scores) for text in texts))
 
     async def _look_at_sample(self, active: ActiveRequest, pinned: list[bytes]) -> None:
         model = active.generation.model
         try:
-            scores = [await self._scores(picture, model) for picture in _pictures(active)]
+            scores = await self._all_scores(active)
+        except EncoderUnavailable:
+            self._metrics.grounding_samples_left_out.labels("no_rows").inc()
+            return
         finally:
             self._num_samples -= 1
             for key in pinned:
@@ -200,6 +216,18 @@ class Guardrail:
                 return None
             pinned.append(key)
         return pinned
+
+    async def _all_scores(self, active: ActiveRequest) -> list[np.ndarray]:
+        """Of each of its pictures.  Raises the MmserveError with which their rows can't be had."""
+        model, pictures = active.generation.model, _pictures(active)
+        base = self._bases.get(model)
+        if base is None:
+            return [await self._scores(picture, model) for picture in pictures]
+        salt = active.request.cache_salt.encode()
+        seen = [await self._media.prepare(picture.item, base, salt) for picture in pictures]
+        if any(picture.is_fallback for picture in seen):
+            raise EncoderUnavailable("the detector doesn't know the rows of the fallback encoder")
+        return [await self._scores(picture, base) for picture in seen]
 
     async def _scores(self, picture: PreparedMedia, model: str) -> np.ndarray:
         """float32 [L].  Raises the MmserveError with which its rows can't be had."""

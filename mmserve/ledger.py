@@ -153,7 +153,45 @@ class GroundingRow:
         :created_at) ON CONFLICT (request_id) DO NOTHING"""
 
 
-Event = RequestRow | CostRow | CacheEvent | CacheDropped | CacheMoved | CacheExpired | CacheReopened | Feedback | GroundingRow
+@dataclass(frozen=True, slots=True)
+class CanaryDecision:
+    """What became of a canary, and why.  Its figures are those of the comparison that decided, if one did."""
+
+    canary: str  # its name, small-canary
+    fingerprint: str  # hex SHA-256 of its weights
+    decision: str  # started, breached, rolled_back, passed, aborted or reset
+    reason: str
+    created_at: float  # seconds since the epoch
+    slice: str | None = None
+    metric: str | None = None
+    canary_hits: int | None = None
+    canary_trials: int | None = None
+    stable_hits: int | None = None
+    stable_trials: int | None = None
+
+    sql = """INSERT INTO canary_decisions VALUES (:canary, :fingerprint, :decision, :slice, :metric, :canary_hits, :canary_trials,
+        :stable_hits, :stable_trials, :reason, :created_at)"""
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryOutcome:
+    """One more answer that a canary is judged by: its own, or one of the decoder beside it."""
+
+    canary: str
+    fingerprint: str
+    slice: str
+    metric: str
+    is_canary: bool
+    is_hit: bool
+
+    sql = """INSERT INTO canary_counts VALUES (:canary, :fingerprint, :slice, :metric, :is_canary, :is_hit, 1)
+        ON CONFLICT (canary, fingerprint, slice, metric, is_canary) DO UPDATE SET hits = hits + excluded.hits, trials = trials + 1"""
+
+
+Event = (
+    RequestRow | CostRow | CacheEvent | CacheDropped | CacheMoved | CacheExpired | CacheReopened | Feedback | GroundingRow
+    | CanaryDecision | CanaryOutcome
+)  # fmt: skip
 _EVENTS: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}
 # A row at fault, not the database: a constraint, or a value of no type that SQLite has.
 _REFUSED = (sqlite3.IntegrityError, sqlite3.ProgrammingError, sqlite3.InterfaceError, OverflowError)
@@ -211,6 +249,9 @@ class Ledger:
         self._record(feedback)
 
     def record_grounding(self, row: GroundingRow) -> None:
+        self._record(row)
+
+    def record_canary(self, row: CanaryDecision | CanaryOutcome) -> None:
         self._record(row)
 
     def flush(self) -> bool:

@@ -14,7 +14,7 @@ from sqlite_utils import Database
 
 from mmserve.config import ConfigError
 
-SCHEMA_VERSION = 4  # 2 added tenant_key, 3 grounding, 4 request_costs
+SCHEMA_VERSION = 5  # 2 added tenant_key, 3 grounding, 4 request_costs, 5 canary_decisions and canary_counts
 _TABLES = (
     """CREATE TABLE IF NOT EXISTS inference_requests (
         request_id TEXT PRIMARY KEY,
@@ -76,6 +76,29 @@ _TABLES = (
         usd REAL NOT NULL,
         saved_usd REAL NOT NULL
     )""",
+    """CREATE TABLE IF NOT EXISTS canary_decisions (
+        canary TEXT NOT NULL,
+        fingerprint TEXT NOT NULL,
+        decision TEXT NOT NULL CHECK (decision IN ('started', 'breached', 'rolled_back', 'passed', 'aborted', 'reset')),
+        slice TEXT,
+        metric TEXT,
+        canary_hits INTEGER,
+        canary_trials INTEGER,
+        stable_hits INTEGER,
+        stable_trials INTEGER,
+        reason TEXT NOT NULL,
+        created_at REAL NOT NULL
+    )""",
+    """CREATE TABLE IF NOT EXISTS canary_counts (
+        canary TEXT NOT NULL,
+        fingerprint TEXT NOT NULL,
+        slice TEXT NOT NULL,
+        metric TEXT NOT NULL,
+        is_canary INTEGER NOT NULL CHECK (is_canary IN (0, 1)),
+        hits INTEGER NOT NULL CHECK (hits BETWEEN 0 AND trials),
+        trials INTEGER NOT NULL,
+        PRIMARY KEY (canary, fingerprint, slice, metric, is_canary)
+    )""",
     "CREATE TABLE IF NOT EXISTS spool_imported (name TEXT PRIMARY KEY)",
 )
 _INDEXES = (
@@ -83,6 +106,7 @@ _INDEXES = (
     ("inference_requests", ("created_at",)),
     ("media_embedding_cache", ("expires_at",)),
     ("grounding", ("created_at",)),
+    ("canary_decisions", ("canary", "fingerprint")),
 )
 
 

@@ -16,8 +16,12 @@ class MediaRoom:
         self._free = num_bytes
         self._queue: list[tuple[int, asyncio.Future[None]]] = []
 
+    def has(self, num_bytes: int) -> bool:
+        """Whether they could be taken without waiting."""
+        return not self._queue and num_bytes <= self._free
+
     async def take(self, num_bytes: int) -> None:
-        if not self._queue and num_bytes <= self._free:
+        if self.has(num_bytes):
             self._free -= num_bytes
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()

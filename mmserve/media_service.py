@@ -10,20 +10,21 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
-from mmserve.composition import Composition
+from mmserve.composition import Canary, Composition, beside
 from mmserve.composition.prepare import prepare_media
-from mmserve.config import Config
+from mmserve.config import Config, chosen_device, replica_devices
 from mmserve.encoder_lanes import EncoderLane, EncoderLanes
 from mmserve.encoders.decode_process import DecodeProcesses
 from mmserve.encoders.disk_tier import DiskTier
 from mmserve.encoders.embedding_cache import CacheEvent, EmbeddingCache
 from mmserve.encoders.encoder_pool import Pay
 from mmserve.encoders.image_header import read_header
-from mmserve.errors import TooLarge
+from mmserve.errors import EncoderUnavailable, TooLarge
 from mmserve.hit_watch import HitWatch
 from mmserve.media import AudioHeader, ImageHeader, MediaItem, MediaKind, MediaWindow, PreparedMedia, content_digest
 from mmserve.media_room import MediaRoom
@@ -53,9 +54,12 @@ class MediaService:
         rows_dtype: str,
         on_restart: Callable[[str], None],
         on_cache_event: Callable[[CacheEvent], None],
+        canaries: Mapping[str, Canary] | None = None,
     ) -> None:
         self._config = config
-        self._composition = composition
+        self._canaries = canaries or {}  # by name
+        self._stable = composition
+        self._composition = beside(composition, self._canaries)
         self._buffer = buffer
         self._metrics = metrics
         self._cache_dir = cache_dir
@@ -68,6 +72,7 @@ class MediaService:
         self._clip_headers: dict[bytes, AudioHeader] = {}  # by content, oldest first
         self.supervisors: list[Supervisor] = []  # of all encoder workers
         self._lanes: dict[MediaKind, tuple[EncoderLane, ...]] = {}
+        self._own_lanes: dict[tuple[str, MediaKind], tuple[EncoderLane, ...]] = {}  # of canaries whose rows differ
 
     @asynccontextmanager
     async def running(self, devices: dict[MediaKind, tuple[str, ...]], num_threads: int) -> AsyncIterator[None]:
@@ -91,7 +96,7 @@ class MediaService:
             stack.push_async_callback(self.cache.close)
             await self.decode.start()
             stack.push_async_callback(self.decode.close)
-            lanes = EncoderLanes(
+            lanes = self._opener = EncoderLanes(
                 config.encoder,
                 self.decode,
                 self.cache,
@@ -106,13 +111,30 @@ class MediaService:
             )
             stack.push_async_callback(self._close_workers)
             for kind in MediaKind:
-                if self._composition.encoders(kind):
-                    self._lanes[kind] = await lanes.open(kind, self._composition, devices[kind], stack)
+                if self._stable.encoders(kind):
+                    self._lanes[kind] = await lanes.open(kind, self._stable, devices[kind], stack)
             yield
 
+    @asynccontextmanager
+    async def running_beside(self, canary: Canary) -> AsyncIterator[list[EncoderLane]]:
+        """The encoders that are the canary's own are ready inside; it is told what it needs to be judged.  Raises WorkerFailedToStart.
+
+        Whatever they do to themselves says nothing about the media: nothing is quarantined.
+        """
+        supervisors: list[Supervisor] = []
+        device = replica_devices(self._config.canary.canary_devices, chosen_device(self._config.model.device), 1, "canary-devices")[0]
+        opener = replace(self._opener, supervisors=supervisors, on_lost=lambda content: None)
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(lambda: close_all(supervisors))
+            for kind in canary.own_kinds:
+                lane = await opener.open_beside(f"{kind.value}-{canary.name}", kind, canary.composition, device, stack)
+                self._own_lanes[canary.name, kind] = (lane,)
+                stack.callback(self._own_lanes.pop, (canary.name, kind))
+            await asyncio.gather(*(supervisor.first_ready() for supervisor in supervisors))
+            yield [lane for (name, _), (lane,) in self._own_lanes.items() if name == canary.name]
+
     async def _close_workers(self) -> None:
-        """All at once: each may take its time to go."""
-        await asyncio.gather(*(supervisor.close() for supervisor in self.supervisors))
+        await close_all(self.supervisors)
 
     @property
     def kinds(self) -> tuple[MediaKind, ...]:
@@ -138,14 +160,15 @@ class MediaService:
         content = content_digest(item.data) if len(item.data) <= SMALL_BYTES else await asyncio.to_thread(content_digest, item.data)
         self._quarantine.check(content, time.monotonic(), param=item.param)
         header = await self._read_header(item, content, decoder)
-        for is_fallback, lane in enumerate(self._lanes[item.kind]):
+        lanes, served = self._encoders_of(item.kind, decoder)
+        for is_fallback, lane in enumerate(lanes):
             composition = lane.pool.composition
-            if is_fallback and decoder not in composition.encoders(item.kind):
+            if is_fallback and served not in composition.encoders(item.kind):
                 continue
-            media = prepare_media(item, content, header, composition, decoder, salt=salt, is_fallback=bool(is_fallback))
+            media = prepare_media(item, content, header, composition, served, salt=salt, is_fallback=bool(is_fallback))
             if await lane.pool.can_serve(media):
                 return media
-        raise self._lanes[item.kind][0].pool.health.refusal(item.param)
+        raise lanes[0].pool.health.refusal(item.param)
 
     async def _read_header(self, item: MediaItem, content: bytes, decoder: str) -> ImageHeader | AudioHeader:
         if item.kind is MediaKind.IMAGE:
@@ -178,7 +201,8 @@ class MediaService:
     def _feature_bytes(self, item: PreparedMedia, decoder: str) -> int:
         if item.picture_size is None:
             return 4 * item.num_samples
-        fit = self._lane(item).pool.composition.vision_of(decoder).fit
+        lane, served = self._encoder_of(item, decoder)
+        fit = lane.pool.composition.vision_of(served).fit
         return math.prod(fit.feature_shape(*item.picture_size))
 
     def acquire(self, window: MediaWindow) -> bool:
@@ -187,14 +211,27 @@ class MediaService:
 
     async def fetch(self, media: PreparedMedia, window: MediaWindow, decoder: str, pay: Pay | None = None) -> str:
         """Rows of the window are in the cache and pinned for the caller.  Returns where they came from; `pay` hears of an encode."""
-        return await self._lane(media).pool.fetch(media, window, decoder, pay)
+        lane, served = self._encoder_of(media, decoder)
+        return await lane.pool.fetch(media, window, served, pay)
 
-    def is_open(self, media: PreparedMedia) -> bool:
+    def is_open(self, media: PreparedMedia, decoder: str) -> bool:
         """Whether the breaker of the item's encoder is open, so that it would now be prepared for another, or refused."""
-        return not self._lane(media).pool.health.is_closed
+        return not self._encoder_of(media, decoder)[0].pool.health.is_closed
 
-    def _lane(self, media: PreparedMedia) -> EncoderLane:
-        return self._lanes[media.item.kind][media.is_fallback]
+    def _encoder_of(self, media: PreparedMedia, decoder: str) -> tuple[EncoderLane, str]:
+        lanes, served = self._encoders_of(media.item.kind, decoder)
+        return lanes[media.is_fallback], served
+
+    def _encoders_of(self, kind: MediaKind, decoder: str) -> tuple[tuple[EncoderLane, ...], str]:
+        """Who encodes for a decoder, and the name by which they know it: a canary whose rows are no others is served as its base."""
+        canary = self._canaries.get(decoder)
+        if canary is None:
+            return self._lanes[kind], decoder
+        if kind not in canary.own_kinds:
+            return self._lanes[kind], canary.base
+        if (own := self._own_lanes.get((decoder, kind))) is None:
+            raise EncoderUnavailable(f"the {decoder} model does not run any more", retry_after_s=None)
+        return own, decoder
 
     def _note_cache_event(self, event: CacheEvent) -> None:
         if event.what == "hit":
@@ -213,3 +250,8 @@ class MediaService:
                 "embedding cache: unexplained=%d hits=%d lookups=%d last_s=%g; is it poisoned, or another server's too?",
                 alarm.num_unexplained, alarm.num_hits, alarm.num_lookups, alarm.span_s,
             )  # fmt: skip
+
+
+async def close_all(supervisors: Sequence[Supervisor]) -> None:
+    """All at once: each may take its time to go."""
+    await asyncio.gather(*(supervisor.close() for supervisor in supervisors))

@@ -70,6 +70,14 @@ class Metrics:
         self.feedback_ratings = counter("feedback_ratings", "Answers rated, each once", ("rating", "modality_mix"))
         self.regenerations = counter("regenerations", "Answers asked for again within minutes", ("modality_mix", "seen_by"))
         self.quality_alarms = counter("quality_alarms", "Times that somebody was told of a share that rose", ("what", "modality_mix"))
+        canary = ("model_name", "slice", "metric", "arm")
+        self.canary_answers = counter("canary_answers", "Answers that a canary is judged by", canary)
+        self.canary_wrong_answers = counter("canary_wrong_answers", "Of those, what went wrong", canary)
+        self.canary_decisions = counter("canary_decisions", "What was decided of a canary", ("model_name", "decision"))
+        self.canary_live = gauge("canary_live", "Whether a canary takes its share: 0 or 1", model)
+        self.canary_returns = counter("canary_returns", "Requests that went on beside the canary that had begun them", model)
+        self.canary_shadows = counter("canary_shadows", "Shadowed requests: equal or other answers, or what they were left out for",
+                                      ("model_name", "outcome"))  # fmt: skip
         self.gpu_seconds = counter("gpu_seconds", "Compute seconds by stage, of every GPU that took part", ("stage",))
         self.gpu_overhead_seconds = counter("gpu_overhead_seconds", "Of those, what no request is charged for", ("reason",))
         self.cost_usd = counter("cost_usd", "What requests were charged", ("modality_mix",))

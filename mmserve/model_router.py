@@ -47,17 +47,19 @@ def choose_model(
     classifier: RouteClassifier | None,
     tier: str,
     waiting: Mapping[str, int],
+    canaries: Collection[str] = (),
 ) -> ModelChoice:
     """The client's hint wins.  `auto` (or the served name) takes the large one for what is worth it, unless its queue is long.
 
     `capable` are those that take the request's media: `auto` chooses among them, and when there is none, whoever is asked says so.
     Without a classifier for this model two media or a long question are worth it.  `waiting` counts who queues for each decoder.
+    `canaries` can be had by name alone.
     Raises ModelNotFound for any other name.
     """
-    if wanted in available:
+    if wanted in available or wanted in canaries:
         return ModelChoice(wanted, RouteReason.HINT)
     if wanted not in ("auto", served_name):
-        raise ModelNotFound(f"model must be one of {', '.join(sorted({served_name, 'auto', *available}))}", param="model")
+        raise ModelNotFound(f"model must be one of {', '.join(sorted({served_name, 'auto', *available, *canaries}))}", param="model")
     candidates = capable or available
     if len(candidates) == 1:
         (only,) = candidates

@@ -41,8 +41,8 @@ class RequestRecords:
 
     def _keep_cost(self, active: ActiveRequest) -> None:
         cost, metrics, mix = self._cost(active), self._metrics, active.route.modality_mix
-        if not active.recorded:
-            metrics.gpu_overhead_seconds.labels("readiness").inc(sum(cost.gpu_seconds.values()))
+        if active.overhead is not None:
+            metrics.gpu_overhead_seconds.labels(active.overhead).inc(sum(cost.gpu_seconds.values()))
             return
         metrics.cost_usd.labels(mix).inc(cost.usd)
         metrics.cost_saved_usd.labels(mix).inc(cost.saved_usd)

@@ -25,7 +25,13 @@ class RequestRouter:
         self._tier_of = tier_of
 
     def choose(
-        self, request: ChatRequest, *, available: Collection[str], capable: Collection[str], waiting: Mapping[str, int]
+        self,
+        request: ChatRequest,
+        *,
+        available: Collection[str],
+        capable: Collection[str],
+        waiting: Mapping[str, int],
+        canaries: Collection[str] = (),
     ) -> ModelChoice:
         """Raises ModelNotFound."""
         return choose_model(
@@ -37,6 +43,7 @@ class RequestRouter:
             classifier=self.classifier,
             tier=self._tier_of(request.tenant),
             waiting=waiting,
+            canaries=canaries,
         )
 
     def doubt(self, choice: ModelChoice, request: ChatRequest) -> Doubt | None:

@@ -28,7 +28,7 @@ KEY_PREFIX = "mm-"  # for programs that look for leaked secrets
 LOCK_TIMEOUT_S = 10.0
 Row = tuple[str, int, int, str, str, str, float]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_RESERVED = (DEFAULT_TENANT, "readiness")
+_RESERVED = (DEFAULT_TENANT, "readiness", "canary")
 _SELECT = """SELECT tenant_id, tokens_per_minute, concurrent_requests, tier,
     coalesce(cache_salt, ''), coalesce(key_hash, ''), coalesce(created_at, 0.0)
     FROM tenant_quota LEFT JOIN tenant_key USING (tenant_id) ORDER BY tenant_id"""

@@ -20,12 +20,12 @@ VOCABULARY = {
     "roofline",
 }  # fmt: skip
 ENGINE = {
-    "engine", "sync_engine", "active_request", "costs", "request_records", "decoder_group", "decoder_specs", "replica_set", "replica",
-    "supervisor", "media_service", "media_room", "encoder_lanes", "supervised_encoder", "tokenizer",
+    "engine", "sync_engine", "active_request", "costs", "request_records", "decoder_group", "decoder_groups", "decoder_specs",
+    "replica_set", "replica", "supervisor", "media_service", "media_room", "encoder_lanes", "supervised_encoder", "tokenizer",
     "chat_template", "token_fuser", "prompt_maker", "modality_router", "model_router", "request_router", "route_classifier",
     "escalation", "doubt", "loop_lag", "token_stream", "readiness", "quarantine",
     "quota", "tenants", "tenant_watch", "ledger", "ledger_tables", "spool", "usage", "hit_watch", "grounding", "guardrail",
-    "answer_quality", "rate_watch", "recent_answers",
+    "answer_quality", "rate_watch", "recent_answers", "canary", "canary_records", "canaries", "media_fetches",
 }  # fmt: skip
 DOORS = {"__main__", "cli", "gateway", "bench", "evals"}
 BASEMENT = {
@@ -45,7 +45,7 @@ MAY_IMPORT = {
 }
 PURE = {
     "paged_kv", "scheduler", "planner", "roofline", "quota", "token_fuser", "modality_router", "model_router", "quarantine", "hit_watch",
-    "grounding", "rate_watch", "recent_answers", "costs",
+    "grounding", "rate_watch", "recent_answers", "costs", "canary",
     "route_classifier", "request_router", "doubt",
 }  # fmt: skip
 NOT_PURE = {"asyncio", "socket", "subprocess", "threading", "time", "torch", "transformers"}

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmserve.evals.wording import chosen, declines, named, normal_form, object_of, yes_or_no
+from mmserve.evals.wording import chosen, named, normal_form, object_of, yes_or_no
+from mmserve.grounding.refusals import declines
 from mmserve.grounding.vocabulary import Vocabulary
 
 KITCHEN = Vocabulary({"dog": ["puppy"], "cat": [], "table": ["dining table"], "person": ["man"]}, others=["hot dog"])

@@ -14,7 +14,7 @@ from mmserve.config import Config, ConfigError, Flag, StorageConfig, flags, from
 
 _GROUPS = {
     "model": "model and devices", "scheduler": "scheduling and KV cache", "encoder": "encoders", "storage": "what is kept on disk",
-    "guardrail": "guardrail and online quality", "cost": "prices", "server": "server", "limits": "limits on media",
+    "guardrail": "guardrail and online quality", "canary": "canary", "cost": "prices", "server": "server", "limits": "limits on media",
 }  # fmt: skip
 _MEDIA_LIMIT = "limit-mm-per-prompt"
 _MEDIA_KEYS = {"image": "max-images", "audio": "max-clips"}

@@ -6,6 +6,7 @@ headers of weights; knows nothing of torch.
 
 from __future__ import annotations
 
+from mmserve.composition.canary import Canary, beside, read_canary
 from mmserve.composition.guardrail import GuardrailSpec, read_guardrail
 from mmserve.composition.load import BUNDLED, load_composition
 from mmserve.composition.specs import AudioSpec, ClipSpec, Composition, DecoderSpec, EncoderSpec, PromptFormat, VisionSpec, WhisperSpec
@@ -16,6 +17,7 @@ __all__ = [
     "BUNDLED",
     "AudioSpec",
     "BadModel",
+    "Canary",
     "ClipSpec",
     "Composition",
     "DecoderSpec",
@@ -26,6 +28,8 @@ __all__ = [
     "WeightNames",
     "Weights",
     "WhisperSpec",
+    "beside",
     "load_composition",
+    "read_canary",
     "read_guardrail",
 ]

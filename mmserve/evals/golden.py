@@ -15,7 +15,8 @@ from typing import Any
 import orjson
 
 from mmserve.config import ConfigError
-from mmserve.evals.wording import declines, normal_form, object_of
+from mmserve.evals.wording import normal_form, object_of
+from mmserve.grounding.refusals import declines
 from mmserve.grounding.vocabulary import Vocabulary
 from mmserve.media import MediaKind
 

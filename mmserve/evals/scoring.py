@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from mmserve.evals.golden import AnswerKind, Item
-from mmserve.evals.wording import chosen, declines, named, normal_form, yes_or_no
+from mmserve.evals.wording import chosen, named, normal_form, yes_or_no
+from mmserve.grounding.refusals import declines
 from mmserve.grounding.vocabulary import Vocabulary
 
 

@@ -1,4 +1,4 @@
-"""Words of an answer: normal form, objects named, yes or no, which of several choices, and whether it declines.  Pure, linear in the text.
+"""Words of an answer: normal form, objects named, yes or no, and which of several choices.  Pure, linear in the text.
 
 The normal form is that of the VQA evaluation: lower case, no punctuation, no articles, number words as digits; object words of the
 vocabulary, in singular or plural, become the object's name.
@@ -20,10 +20,6 @@ _NUMBERS = (
 _DIGITS = {word: str(number) for number, word in enumerate(_NUMBERS)}
 _SENTENCE = re.compile(r"[^.!?;:\n]*[^\W_][^.!?;:\n]*")
 _CLAIMED = (Stance.ASSERTED, Stance.HEARD)
-_REFUSALS = re.compile(
-    r"\b(?:i(?:'m| am) (?:sorry|unable|not able)|i (?:can't|cannot|can not|could not|couldn't)|as an ai|i only see one picture"
-    r"|i (?:don't|do not) (?:see a|see any|hear a|know)|(?:unable|impossible) to (?:tell|say|determine|answer|see|hear))\b"
-)
 
 
 def named(text: str, vocabulary: Vocabulary) -> frozenset[str]:
@@ -60,11 +56,6 @@ def chosen(answer: Term, choices: Iterable[Term]) -> Term | None:
         for start in starts:
             rest[start : start + len(choice)] = [""] * len(choice)
     return found[0] if len(found) == 1 else None
-
-
-def declines(text: str) -> bool:
-    """Whether it says that it can't answer, by the usual phrases."""
-    return _REFUSALS.search(text.casefold().replace("\u2019", "'")) is not None
 
 
 def _normal_words(words: Sequence[str], vocabulary: Vocabulary) -> Iterator[str]:

@@ -123,6 +123,15 @@ class Sequence:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.is_full(len(self.token_ids)) else None
 
+    def resume(self, other: Sequence) -> None:
+        """Go on where `other` was given up, which had a prompt as long: at another decoder, and before it is scheduled here.
+
+        That this decoder reads again what that one had computed is nobody's fault but ours, and is not charged.
+        """
+        self.token_ids.extend(other.token_ids[other.num_prompt :])
+        self.num_charged = other.num_charged
+        self.first_step_s, self.first_token_s = other.first_step_s, other.first_token_s
+
     def rewind(self) -> None:
         """Forget what steps in flight compute: they failed, or what they read is gone."""
         self.num_scheduled = self.num_computed
