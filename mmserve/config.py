@@ -138,7 +138,7 @@ class CanaryConfig:
         "traffic", "whether clients get a canary's answers, or it answers their questions afterwards and unseen", choices=CANARY_MODES
     )
     canary_share: float = option(0.05, "share of a decoder's conversations that its canary gets")
-    canary_margin: float = option(0.05, "how much more often a canary's answers may go wrong, as a share of them")
+    canary_margin: float = option(0.03, "how much more often a canary's answers may go wrong, as a share of them")
     canary_devices: str | None = option(None, "devices of a canary, its own alone on GPUs: as many as share a replica of its decoder")
 
 

@@ -1,0 +1,395 @@
+"""Canaries beside a real engine: who gets them, what becomes of their requests when they fail, and what is left of them after a kill."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sqlite3
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import canary_decoder
+import pytest
+import tiny_model
+import torch
+from safetensors.torch import load_file, save_file
+from test_engine import ask, clip, config, counter, picture, read, settled, tokens
+
+from mmserve import AsyncEngine, ChatRequest
+from mmserve.__main__ import main
+from mmserve.canaries import MAX_DEATHS
+from mmserve.canary_records import CanaryRecord, CanaryRecords
+from mmserve.composition import BadModel, load_composition, read_canary
+from mmserve.config import CanaryConfig, Config, ConfigError
+from mmserve.ledger import CanaryDecision, Feedback, Ledger
+from mmserve.ledger_tables import open_ledger
+from mmserve.media import MediaKind
+from scripts import loopback
+
+NAME = "small-canary"
+WAIT_S = 90.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model.build(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def copy(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Equal weights in other files."""
+    return Path(shutil.copytree(model, tmp_path_factory.mktemp("copy") / "model"))
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Other weights everywhere."""
+    return tiny_model.build(tmp_path_factory.mktemp("other"), seed=1)
+
+
+def with_canary(model: Path, data: Path, canary: Path, **settings: object) -> Config:
+    return replace(config(model, data), canary=CanaryConfig(canary_small=canary, **({"canary_share": 0.5} | settings)))  # type: ignore[arg-type]
+
+
+@asynccontextmanager
+async def engine_with(model: Path, data: Path, canary: Path, *, is_live: bool = True, **settings: object) -> AsyncIterator[AsyncEngine]:
+    async with AsyncEngine(with_canary(model, data, canary, **settings)) as engine:
+        if is_live:
+            await until(lambda: engine._canaries._beside["small"].is_live)
+        yield engine
+
+
+async def until(condition) -> None:  # type: ignore[no-untyped-def]
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+async def record_of(engine: AsyncEngine) -> CanaryRecord:
+    assert await asyncio.to_thread(engine.ledger.flush)
+    with CanaryRecords(engine.ledger.path) as records:
+        return records.all()[-1]
+
+
+def decisions(record: CanaryRecord) -> list[str]:
+    return [decision.decision for decision in record.decisions]
+
+
+def rows(engine: AsyncEngine, query: str) -> list[tuple]:
+    with contextlib.closing(sqlite3.connect(engine.ledger.path)) as db:
+        return db.execute(query).fetchall()
+
+
+async def over(engine: AsyncEngine) -> None:
+    """It has gone, and all that it held is free."""
+    await until(lambda: not engine._canaries._beside["small"].is_open and not engine._active)
+    await settled(engine)
+
+
+# --- who gets one ------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_share_of_the_conversations_goes_to_the_canary_says_so_and_stays_there(model: Path, copy: Path, tmp_path: Path) -> None:
+    requests = [ask(f"question {i} about ", picture(i % 3), max_tokens=3) for i in range(16)]
+    async with engine_with(model, tmp_path, copy) as engine:
+        generations = [await engine.submit(request) for request in requests]
+        first = [(await read(generation), generation.model) for generation in generations]
+        names = [name for _, name in first]
+        assert {"small", NAME} == set(names)
+        again = [await engine.submit(request) for request in requests]
+        assert [(await read(generation), generation.model) for generation in again] == first  # equal weights say equal things
+        await settled(engine)
+        assert await asyncio.to_thread(engine.ledger.flush)
+        kept = rows(engine, "SELECT model_variant, count(*) FROM inference_requests GROUP BY model_variant ORDER BY 1")
+        assert kept == [("small", 2 * names.count("small")), (NAME, 2 * names.count(NAME))]
+        assert (await engine.submit(ask("hello", model="large"))).model == "large"
+        by_name = await engine.submit(ask("look at ", picture(1), model=NAME))
+        assert (by_name.model, by_name.route_reason) == (NAME, "hint")
+        await read(by_name)
+        assert [media.source for media in by_name.usage.media] == ["memory"]  # equal adapters share their rows
+        record = await record_of(engine)
+        failed = {is_canary: count for (_, metric, is_canary), count in record.counts.items() if metric == "failed"}
+        assert failed == {True: (0, 2 * names.count(NAME)), False: (0, 2 * names.count("small"))}  # who asks by name doesn't count
+        assert decisions(record) == ["started"]
+
+
+async def test_a_canary_with_adapters_of_its_own_reads_its_own_rows(model: Path, other: Path, tmp_path: Path) -> None:
+    def question(name: str) -> ChatRequest:
+        return ask("look at ", picture(1), " and hear ", clip(1), model=name)
+
+    async with AsyncEngine(config(other, tmp_path / "alone")) as engine:
+        expected = await tokens(engine, question("small"))
+    async with engine_with(model, tmp_path / "data", other, canary_share=1e-9) as engine:
+        assert engine._beside[NAME].own_kinds == set(MediaKind)
+        assert await tokens(engine, question("small")) != expected  # whatever is cached now is the stable one's
+        generation = await engine.submit(question(NAME))
+        assert await read(generation) == [expected]
+        assert {media.source for media in generation.usage.media} == {"encoded"}
+        await settled(engine)
+
+
+async def test_a_shadow_answers_for_nobody_and_only_when_nobody_waits(model: Path, copy: Path, tmp_path: Path) -> None:
+    greedy = [ask(f"question {i} about ", picture(i % 3), max_tokens=3, temperature=0.0) for i in range(12)]
+    async with engine_with(model, tmp_path, copy, canary_mode="shadow", canary_share=1.0) as engine:
+        for request in greedy:
+            generation = await engine.submit(request)
+            await read(generation)
+            assert generation.model == "small"
+            await until(lambda: not engine._canaries._shadows)
+        assert outcome(engine, "equal") == 12
+        await settled(engine)
+        generations = [await engine.submit(request) for request in greedy]
+        for generation in generations:
+            await read(generation)
+        await until(lambda: not engine._canaries._shadows)
+        await settled(engine)
+        assert outcome(engine, "equal") + outcome(engine, "busy") == 24
+        assert outcome(engine, "busy") > 0
+        assert await asyncio.to_thread(engine.ledger.flush)
+        assert rows(engine, "SELECT DISTINCT model_variant FROM inference_requests") == [("small",)]
+        assert rows(engine, "SELECT count(*) FROM request_costs") == [(24,)]
+        assert engine.metrics.registry.get_sample_value("mmserve:gpu_overhead_seconds_total", {"reason": "shadow"})
+
+
+def outcome(engine: AsyncEngine, name: str) -> float:
+    return engine.metrics.registry.get_sample_value("mmserve:canary_shadows_total", {"model_name": NAME, "outcome": name}) or 0.0
+
+
+# --- faults ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    file = tmp_path / "fault"
+    file.write_text(canary_decoder.NONE)
+    monkeypatch.setenv(canary_decoder.FAULT, str(file))
+    monkeypatch.setattr("mmserve.decoder_group.worker_module", lambda device: "canary_decoder")
+    return file
+
+
+def some_requests() -> list[ChatRequest]:
+    kinds = [("tell me", " more"), (picture(1), "what is it?"), (picture(2), picture(3), "which?"), (clip(1), "what?")]
+    return [ask(f"{i} ", *kinds[i % 4], max_tokens=20, seed=i) for i in range(12)]
+
+
+async def test_a_canary_that_fails_costs_no_client_a_token(model: Path, copy: Path, tmp_path: Path, fault: Path) -> None:
+    """What it had said is kept, and the other decoder says the rest: with equal weights the same as if nothing had happened."""
+    requests = some_requests()
+    async with engine_with(model, tmp_path / "data", copy, canary_margin=0.99) as engine:
+        trial = engine._canaries._beside["small"]
+
+        async def say() -> tuple[list[tuple[int, ...]], set[str]]:
+            generations = [await engine.submit(request) for request in requests]
+            return [ids for generation in generations for ids in await read(generation)], {generation.model for generation in generations}
+
+        expected, models = await say()
+        assert models == {"small", NAME}
+        for kind in (canary_decoder.NAN, canary_decoder.CRASH_LATER, *[canary_decoder.CRASH] * MAX_DEATHS):
+            fault.write_text(kind)
+            num_before = counter(engine, "canary_returns_total")
+            assert await say() == (expected, {"small"})
+            assert counter(engine, "canary_returns_total") > num_before
+            fault.write_text(canary_decoder.NONE)
+            await until(lambda: engine._groups[NAME].alive or not trial.is_live)
+            if not trial.is_live:
+                break
+        await over(engine)
+        record = await record_of(engine)
+        assert decisions(record) == ["started", "rolled_back"]
+        assert record.decisions[-1].reason == f"its worker ended {MAX_DEATHS} times"
+        assert sum(hits for (_, metric, is_canary), (hits, _) in record.counts.items() if metric == "failed" and is_canary) > 0
+        assert await say() == (expected, {"small"})
+
+
+async def test_a_canary_that_never_comes_up_is_no_matter_to_the_server(model: Path, copy: Path, tmp_path: Path, fault: Path) -> None:
+    fault.write_text(canary_decoder.DIE_AT_START)
+    async with engine_with(model, tmp_path / "data", copy, is_live=False) as engine:
+        assert engine.ready()
+        await tokens(engine, ask("hello"))
+        await until(lambda: not engine._canaries._tasks)
+        assert engine.ready()
+        record = await record_of(engine)
+        assert decisions(record) == ["rolled_back"]
+        assert record.decisions[0].reason.startswith("it never came up")
+
+
+async def test_the_operator_ends_it_and_streams_that_have_begun_go_on_there(
+    model: Path, copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "data"
+    async with engine_with(model, data, copy, canary_share=1.0) as engine:
+        expected = await tokens(engine, ask("a long story", max_tokens=400, model="small"))
+        begun = await engine.submit(ask("a long story", max_tokens=400))
+        (first,) = await begun.next_batch()
+        assert await asyncio.to_thread(main, ["canary", "abort", NAME, "--data-dir", str(data), "--reason", "I said so"]) == 0
+        await until(lambda: not engine._canaries._beside["small"].is_live)
+        assert (await engine.submit(ask("hello"))).model == "small"
+        assert begun.model == NAME
+        assert [(*first.token_ids, *ids) for ids in await read(begun)] == [expected]
+        await over(engine)
+        assert decisions(await record_of(engine)) == ["started", "aborted", "rolled_back"]
+    assert main(["canary", "status", "--data-dir", str(data)]) == 0
+    shown = capsys.readouterr().out
+    assert "I said so" in shown
+    assert "text" in shown
+    assert main(["canary", "abort", NAME, "--data-dir", str(data)]) == 2
+    assert main(["canary", "reset", NAME, "--data-dir", str(data)]) == 0
+    assert main(["canary", "status", "--json", "--data-dir", str(data)]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["state"], found["counts"]) == ("reset", [])
+
+
+async def test_thumbs_and_repeated_questions_count_for_the_arm_that_answered(model: Path, copy: Path, tmp_path: Path) -> None:
+    async with engine_with(model, tmp_path, copy) as engine:
+        engine._canaries._reasked._within_s = 0.0
+        arms = set()
+        for i in range(8):
+            generation = await engine.submit(ask(f"question {i}", max_tokens=2))
+            await read(generation)
+            arms.add(generation.model == NAME)
+            for _ in range(2):  # only the first rating counts, and only its own tenant's
+                engine.record_feedback(Feedback(generation.request_id, "someone", "up", False, 0.0))
+                engine.record_feedback(Feedback(generation.request_id, "default", "down", False, 0.0))
+        assert arms == {True, False}
+        counts = (await record_of(engine)).counts
+        assert [hits == trials for (_, metric, _), (hits, trials) in counts.items() if metric == "thumbs_down"] == [True, True]
+        assert sum(trials for (_, metric, _), (_, trials) in counts.items() if metric == "thumbs_down") == 8
+        assert sum(trials for (_, metric, _), (_, trials) in counts.items() if metric == "regenerated") == 7
+
+
+# --- what can't be tried -----------------------------------------------------------------------------------------------------
+
+
+def changed(model: Path, target: Path, file: str, old: str, new: str) -> Path:
+    shutil.copytree(model, target)
+    text = (target / file).read_text()
+    assert old in text
+    (target / file).write_text(text.replace(old, new))
+    return target
+
+
+def test_what_its_requests_could_not_be_carried_over_from_is_refused_and_all_of_it_is_named(model: Path, tmp_path: Path) -> None:
+    stable = load_composition(model)
+    changes = {
+        "chat template": ("chat_template.jinja", "<|", " <|"),
+        "image geometry": ("composition.toml", f"tokens_per_item = {tiny_model.TOKENS_PER_IMAGE}", "tokens_per_item = 4"),
+        "image placeholder": ("composition.toml", 'around = ["<|image|>", "<|/image|>"]', 'around = ["<|image|>", ""]'),
+        "audio geometry": ("composition.toml", "window_s = 1.0", "window_s = 0.5"),
+        "vocabulary size": ("small/config.json", f'"vocab_size": {tiny_model.VOCAB_SIZE}', '"vocab_size": 400'),
+        "tokenizer": ("tokenizer.json", '"truncation": null', '"truncation":  null'),
+    }
+    target = tmp_path / "all"
+    shutil.copytree(model, target)
+    for name, (file, old, new) in changes.items():
+        one = changed(model, tmp_path / name.replace(" ", "-"), file, old, new)
+        with pytest.raises(BadModel, match=f"it has another {name}$"):
+            read_canary("small", one, stable)
+        text = (target / file).read_text()
+        (target / file).write_text(text.replace(old, new))
+    with pytest.raises(BadModel) as error:
+        read_canary("small", target, stable)
+    assert all(name in str(error.value) for name in changes)
+
+
+def test_a_canary_needs_a_decoder_to_stand_beside_and_a_share(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="share"):
+        AsyncEngine(with_canary(model, tmp_path, model, canary_share=1.5))
+    with pytest.raises(ConfigError, match="margin"):
+        AsyncEngine(with_canary(model, tmp_path, model, canary_margin=0.0))
+    single = changed(model, tmp_path / "single", "composition.toml", 'large = "large"\n', "")
+    with pytest.raises(BadModel, match="no large decoder"):
+        read_canary("large", model, load_composition(single))
+
+
+def test_the_fingerprint_follows_the_weights_and_not_the_files(model: Path, copy: Path, other: Path, tmp_path: Path) -> None:
+    stable = load_composition(model)
+
+    def fingerprint(directory: Path) -> str:
+        return read_canary("small", directory, stable).fingerprint()
+
+    adapter = Path(shutil.copytree(model, tmp_path / "adapter"))
+    file = adapter / "projectors" / "vision-small.safetensors"
+    save_file({name: tensor * 1.5 for name, tensor in load_file(file).items()}, file)
+    assert fingerprint(copy) == fingerprint(model)
+    assert len({fingerprint(directory) for directory in (model, other, adapter)}) == 3
+    assert read_canary("small", adapter, stable).own_kinds == {MediaKind.IMAGE}
+
+
+# --- what is left ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_older_ledger_gets_the_tables(tmp_path: Path) -> None:
+    db = open_ledger(tmp_path / "ledger.db", 1.0)
+    db.execute("DROP TABLE canary_decisions")
+    db.execute("DROP TABLE canary_counts")
+    db.execute("PRAGMA user_version = 4")
+    db.close()
+    db = open_ledger(tmp_path / "ledger.db", 1.0)
+    assert {"canary_decisions", "canary_counts"} <= set(db.table_names())
+    db.close()
+
+
+def test_only_a_reset_lets_what_has_ended_begin_again(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.db"
+    with contextlib.closing(Ledger(path)) as ledger:
+        for decision in ("started", "breached", "rolled_back"):
+            ledger.record_canary(CanaryDecision(NAME, "a", decision, "why", 1.0))
+        ledger.record_canary(CanaryDecision(NAME, "b", "started", "why", 1.0))
+    with CanaryRecords(path) as records:
+        assert (end := records.read(NAME, "a").end) is not None
+        assert end.decision == "rolled_back"
+        assert records.read(NAME, "b").end is None
+        assert records.read(NAME, "never").end is None
+        with pytest.raises(ConfigError, match="has not ended"):
+            records.reset(NAME)
+        records.abort(NAME, "enough")
+        assert records.read(NAME, "b").end is not None
+        records.reset(NAME)
+        assert records.read(NAME, "b").end is None
+        assert records.read(NAME, "a").end is not None
+        with pytest.raises(ConfigError, match="ever tried"):
+            records.abort("large-canary", "")
+
+
+def nan_decoder(model: Path, target: Path) -> Path:
+    """Loads, warms up, and answers with what is no number."""
+    shutil.copytree(model, target)
+    file = target / "small" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"] = torch.full_like(tensors["model.norm.weight"], torch.nan)
+    save_file(tensors, file, metadata={"format": "pt"})
+    return target
+
+
+async def test_a_verdict_outlives_a_kill(model: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    bad = nan_decoder(model, tmp_path / "bad")
+    flags = ("--model", str(model), "--worker-threads", "1", "--kv-cache-memory-bytes", str(2**23), "--canary-small")
+
+    def states() -> list[str]:
+        with CanaryRecords(data / "ledger.db") as records:
+            return [record.state for record in records.all()]
+
+    async with loopback.running(data, *flags, str(bad)) as server:
+        await until(lambda: states() == ["rolled_back"])
+        os.kill(server.process.pid, signal.SIGKILL)
+        await server.process.wait()
+    log = server.log.read_text()
+    assert "it never came up" in log
+    assert "is not tried again" not in log
+    async with loopback.running(data, *flags, str(bad)) as server:
+        await until(lambda: "is not tried again" in server.log.read_text())
+        assert (await loopback.scrape(server.url)).total("canary_live") == 0
+        os.kill(server.process.pid, signal.SIGKILL)
+        await server.process.wait()
+    assert states() == ["rolled_back"]
+    assert main(["canary", "reset", NAME, "--data-dir", str(data)]) == 0
+    with CanaryRecords(data / "ledger.db") as records:
+        assert records.all()[-1].end is None
