@@ -1,14 +1,15 @@
 """Is a second set of weights worse than the first?  Two arms, compared slice by slice while answers come in.  Pure: no torch, no clock.
 
 Each pair of rates is looked at after every answer, so an ordinary test would sooner or later cry wolf.  This one holds for all looks
-together.  For one arm the mixture of Bernoulli likelihoods over Jeffreys' prior, divided by the likelihood at the true rate p,
+together.  For one arm the mixture of Bernoulli likelihoods over a Beta(1/4, 1) prior, divided by the likelihood at the true rate p,
 
-    M(p) = B(k + 1/2, n - k + 1/2) / B(1/2, 1/2) / (p^k (1 - p)^(n - k)),      k of n,
+    M(p) = B(k + 1/4, n - k + 1) / B(1/4, 1) / (p^k (1 - p)^(n - k)),      k of n,
 
 is a martingale that begins at 1 (the mixture SPRT: Robbins, "Statistical methods related to the law of the iterated logarithm", 1970; as
 confidence sequences, Howard, Ramdas, McAuliffe & Sekhon, "Time-uniform, nonparametric, nonasymptotic confidence sequences", 2021).  So is
 the product of two arms', whoever decides which comes next.  By Ville's inequality the chance that it *ever* reaches 1 / a is at most a.
-A canary breaches where no two rates that differ by the margin or less leave the product below that.
+A canary breaches where no two rates that differ by the margin or less leave the product below that.  Any prior will do; this one expects
+few wrong answers, and is quicker than Jeffreys' as long as fewer than a quarter are.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from mmserve.request import ChatRequest, Part
 
 SLICES = ("text", "image", "images", "audio", "image+audio")
 CHANCE = 0.01  # that a canary no worse than the margin is ever rolled back, all slices and metrics together
+_PRIOR = (0.25, 1.0)
 _SETTLING = 50  # halvings: to the last bit of a float
 _END_BYTES = 512  # of a media item that tell it from others, with its length
 
@@ -184,8 +186,12 @@ def _least_limit(first: Tally, second: Tally, nats: float) -> float:
 def _log_mixture(tally: Tally, rate: float) -> float:
     """log M(rate)"""
     hits, misses = tally.hits, tally.trials - tally.hits
-    mixed = math.lgamma(hits + 0.5) + math.lgamma(misses + 0.5) - math.lgamma(tally.trials + 1) - math.log(math.pi)
+    mixed = _log_beta(hits + _PRIOR[0], misses + _PRIOR[1]) - _log_beta(*_PRIOR)
     return mixed - _times_log(hits, rate) - _times_log(misses, 1 - rate)
+
+
+def _log_beta(a: float, b: float) -> float:
+    return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
 
 
 def _slope(tally: Tally, rate: float) -> float:

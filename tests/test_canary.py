@@ -68,7 +68,8 @@ def test_the_evidence_is_the_least_that_any_two_rates_within_the_limit_leave(can
 
     def log_mixture(tally: Tally, rate: float) -> float:
         hits, misses = tally.hits, tally.trials - tally.hits
-        mixed = math.lgamma(hits + 0.5) + math.lgamma(misses + 0.5) - math.lgamma(tally.trials + 1) - math.log(math.pi)
+        a, b = hits + 0.25, misses + 1.0
+        mixed = math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b) - math.log(4)  # B(1/4, 1) is 4
         return mixed - hits * math.log(rate) - misses * math.log(1 - rate)
 
     grid = [(i + 0.5) / 60 for i in range(60)]
