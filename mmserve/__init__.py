@@ -8,7 +8,7 @@ Five floors; imports go down only.
                  media_service  media_room  encoder_lanes  supervised_encoder  tokenizer  chat_template  token_fuser  prompt_maker
                  modality_router  model_router  request_router  route_classifier  escalation  doubt  token_stream  readiness  quarantine
                  quota  tenants  tenant_watch  ledger  ledger_tables  spool  usage  hit_watch  guardrail  grounding/  answer_quality
-                 rate_watch  recent_answers  canary  canary_records  canaries  media_fetches  loop_lag
+                 rate_watch  recent_answers  canary  canary_records  canary_shadows  canaries  media_fetches  loop_lag
     departments  scheduler/  encoders/           (they never import each other)
                  planner/  (formulas alone, with the scheduler's constants)
     memory       paged_kv/

@@ -11,35 +11,35 @@ import logging
 import random
 import sqlite3
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from mmserve.active_request import ActiveRequest
 from mmserve.canary import Arm, Breach, Comparison, Metric, Reasked, conversation, slice_of, takes
 from mmserve.canary_records import BREACHED, PASSED, ROLLED_BACK, STARTED, CanaryRecord, CanaryRecords
+from mmserve.canary_shadows import SHADOW, Shadows
 from mmserve.composition import Canary, Composition, read_canary
 from mmserve.config import CanaryConfig, Config, ConfigError, chosen_device
 from mmserve.decoder_group import DecoderGroup
+from mmserve.decoder_groups import DecoderGroups
 from mmserve.encoder_lanes import EncoderLane
-from mmserve.errors import MmserveError, Overloaded
+from mmserve.errors import MmserveError
 from mmserve.grounding.refusals import declines
 from mmserve.grounding.verdict import Report
 from mmserve.ledger import CanaryDecision, CanaryOutcome, Feedback, Ledger
+from mmserve.media_service import MediaService
 from mmserve.metrics import Metrics
 from mmserve.model_router import ModelChoice
 from mmserve.request import ChatRequest, FinishReason
-from mmserve.tenants import TIERS
 
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.5  # whether an operator has ended it
 MAX_DEATHS = 3  # of its workers, after which it is no longer waited for
-MAX_SHADOWS = 4  # at once
 MAX_ANSWERS = 2**13  # that may still be rated
-SHADOW, SHADOW_TENANT = "shadow", "canary"
-SHORT_ANSWER = 16  # tokens: a greedy answer no longer than this is a choice, and equal or not
 _ANSWERED = (FinishReason.STOP, FinishReason.LENGTH)
 
 
@@ -48,7 +48,6 @@ class Host:
     """What canaries need of the engine."""
 
     is_idle: Callable[[], bool]  # nobody waits for anything
-    open_beside: Callable[[Canary], AbstractAsyncContextManager[tuple[DecoderGroup, Sequence[EncoderLane]]]]  # or MmserveError
     prove: Callable[[Composition], Awaitable[None]]  # a token, a picture and a clip go through; or MmserveError
     submit: Callable[[ChatRequest, str, Arm], Awaitable[ActiveRequest]]  # for nobody, and why; or MmserveError
     go_back: Callable[[ActiveRequest], Awaitable[None]]  # to the decoder beside its canary; or MmserveError
@@ -71,7 +70,8 @@ class Trial:
     lanes: Sequence[EncoderLane] = ()
     num_deaths: int = 0
     why_ended: str | None = None
-    changed: asyncio.Event = field(default_factory=asyncio.Event)  # it ended, or one of its requests did
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)  # one of its requests has ended, or its worker
 
     @property
     def name(self) -> str:
@@ -92,6 +92,8 @@ def read_canaries(config: Config, stable: Composition) -> dict[str, Canary]:
         raise ConfigError("a canary can't be tried beside a hosted encoder: nobody here knows whose weights make its rows")
     if chosen_device(config.model.device) == "cuda" and canary.canary_devices is None:
         raise ConfigError("a canary must have devices that nobody else uses: canary-devices names them", param="canary-devices")
+    if len(directories) > 1 and canary.canary_devices is not None:
+        raise ConfigError("canary-devices are those of one canary: try the other decoder's when it has ended", param="canary-devices")
     read = [read_canary(base, path, stable, chat_template=config.model.chat_template) for base, path in directories.items()]
     return {each.name: each for each in read}
 
@@ -104,11 +106,15 @@ class Canaries:
         config: CanaryConfig,
         canaries: Mapping[str, Canary],
         host: Host,
+        groups: DecoderGroups,
+        media: MediaService,
         ledger: Ledger,
         metrics: Metrics,
     ) -> None:
         self._config = config
         self._host = host
+        self._groups = groups
+        self._media = media
         self._ledger = ledger
         self._metrics = metrics
         self._trials = {name: Trial(canary, Comparison(config.canary_margin)) for name, canary in canaries.items()}
@@ -117,7 +123,7 @@ class Canaries:
         self._reasked = Reasked()
         self._rateable: OrderedDict[str, tuple[str, Arm]] = OrderedDict()  # request id -> tenant and arm, oldest first
         self._tasks: set[asyncio.Task[None]] = set()
-        self._shadows: set[asyncio.Task[None]] = set()
+        self._shadows = Shadows(host.is_idle, host.submit, metrics)
         self._returning: set[str] = set()  # request ids
 
     def start(self) -> None:
@@ -126,9 +132,10 @@ class Canaries:
             self._start(self._run(trial), f"canary-{trial.name}")
 
     async def close(self) -> None:
-        for task in (*self._shadows, *self._tasks):
+        await self._shadows.close()
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._shadows, *self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     @property
     def names(self) -> Sequence[str]:
@@ -150,10 +157,11 @@ class Canaries:
         is_watched = is_drawn or self._lot.random() * (1 - share) < share
         return Arm(trial.name, slice_name, is_canary=is_drawn, is_watched=is_watched)
 
-    def note_refusal(self, arm: Arm) -> None:
+    def note_refusal(self, arm: Arm, error: MmserveError) -> None:
         """The canary didn't take a request, which goes to the other decoder.  It may be busy; its circuit may be open."""
-        self._metrics.canary_returns.labels(arm.canary).inc()
-        self._check_circuits(self._trials[arm.canary])
+        if error.status >= 500:
+            self._metrics.canary_returns.labels(arm.canary).inc()
+            self._check_circuits(self._trials[arm.canary])
 
     def note_failure(self, active: ActiveRequest, error: MmserveError) -> bool:
         """A request is about to fail.  Whether it goes on instead."""
@@ -224,49 +232,8 @@ class Canaries:
             self._rateable[generation.request_id] = (active.request.tenant, arm)
             if len(self._rateable) > MAX_ANSWERS:
                 self._rateable.popitem(last=False)
-        elif not arm.is_canary:
-            self._shadow(active, arm, texts)
-
-    # --- shadows -------------------------------------------------------------------------------------------------------------
-
-    def _shadow(self, active: ActiveRequest, arm: Arm, texts: Sequence[str]) -> None:
-        """The canary answers, too, if that keeps nobody waiting."""
-        trial = self._trials[arm.canary]
-        if not trial.is_live or trial.group is None:
-            return
-        if not self._host.is_idle() or trial.group.num_waiting or len(self._shadows) >= MAX_SHADOWS:
-            self._metrics.canary_shadows.labels(trial.name, "busy").inc()
-            return
-        sampling = replace(active.request.sampling, seed=active.seed)
-        request = replace(
-            active.request, model=trial.name, tenant=SHADOW_TENANT, priority=TIERS["batch"], request_id="", guardrail="off",
-            allow_degraded=False, sampling=sampling,
-        )  # fmt: skip
-        is_comparable = sampling.temperature == 0 and active.generated_tokens <= SHORT_ANSWER * sampling.n
-        work = self._run_shadow(request, replace(arm, is_canary=True), texts if is_comparable else None)
-        task = self._start(work, f"shadow-{active.generation.request_id}")
-        self._shadows.add(task)
-        task.add_done_callback(self._shadows.discard)
-
-    async def _run_shadow(self, request: ChatRequest, arm: Arm, texts: Sequence[str] | None) -> None:
-        outcomes = self._metrics.canary_shadows
-        try:
-            shadow = await self._host.submit(request, SHADOW, arm)
-        except MmserveError as error:
-            log.info("canary=%s shadow left out code=%s", arm.canary, error.code)
-            outcomes.labels(arm.canary, "refused").inc()
-            return
-        said = [""] * request.sampling.n
-        try:
-            async for delta in shadow.generation:
-                said[delta.index] += delta.text
-        except MmserveError:
-            outcomes.labels(arm.canary, "failed").inc()
-            return
-        finally:
-            shadow.generation.cancel()
-        is_equal = texts is not None and [text.split() for text in texts] == [text.split() for text in said]
-        outcomes.labels(arm.canary, "answered" if texts is None else "equal" if is_equal else "other").inc()
+        elif not arm.is_canary and (trial := self._trials[arm.canary]).is_live:
+            self._shadows.offer(active, arm, texts, is_free=trial.group is not None and not trial.group.num_waiting)
 
     # --- a trial -------------------------------------------------------------------------------------------------------------
 
@@ -281,7 +248,7 @@ class Canaries:
         trial.comparison = Comparison(self._config.canary_margin, record.counts)
         trial.has_passed = record.has_passed
         try:
-            async with self._host.open_beside(trial.canary) as (trial.group, trial.lanes):
+            async with self._opened(trial):
                 trial.is_open = True
                 await self._host.prove(trial.canary.composition)
                 share = f"{self._config.canary_mode} share={self._config.canary_share:g}"
@@ -298,6 +265,17 @@ class Canaries:
             trial.is_open = False
             self._go_live(trial, is_live=False)
 
+    @asynccontextmanager
+    async def _opened(self, trial: Trial) -> AsyncIterator[None]:
+        """Its workers, and the encoders that are its own, are ready inside.  Raises WorkerFailedToStart."""
+        async with self._media.running_beside(trial.canary) as trial.lanes:
+            trial.group = self._groups.open(trial.name, partial(self.note_death, trial.name))
+            try:
+                await asyncio.gather(*(supervisor.first_ready() for supervisor in trial.group.supervisors))
+                yield
+            finally:
+                await trial.group.close()
+
     def _remember(self, trial: Trial) -> CanaryRecord:
         """What happened to these weights before.  In a thread: it reads them all."""
         trial.fingerprint = trial.canary.fingerprint()
@@ -310,11 +288,10 @@ class Canaries:
 
     async def _until_ended(self, trial: Trial) -> None:
         """A breach, deaths, or the operator."""
-        while trial.why_ended is None:
-            trial.changed.clear()
+        while not trial.ended.is_set():
             try:
                 async with asyncio.timeout(LOOK_EVERY_S):
-                    await trial.changed.wait()
+                    await trial.ended.wait()
             except TimeoutError:
                 await self._look(trial)
 
@@ -329,22 +306,14 @@ class Canaries:
 
     async def _retire(self, trial: Trial) -> None:
         """Who has heard nothing yet is answered by the other decoder; whoever has, by this one to the end, if it lives."""
-        for task in self._shadows:
-            task.cancel()
-        for active in self._active_at(trial.name):
-            if active.first_token_s is None and active.arm is not None:
-                self._return(active, trial)
-        while left := self._active_at(trial.name):
-            assert trial.group is not None
-            if not trial.group.alive:
-                for active in left:
-                    if active.arm is not None:
-                        self._return(active, trial)
-                    elif active.generation.request_id not in self._returning:
-                        self._host.fail(active, Overloaded(f"the {trial.name} decoder does not run any more", code="decoder_unavailable"))
+        self._shadows.cancel()
+        group = trial.group
+        while group is not None and group.alive and (left := self._active_at(trial.name)):
             trial.changed.clear()
-            if self._active_at(trial.name):
-                await trial.changed.wait()
+            for active in left:
+                if active.first_token_s is None and active.arm is not None:
+                    self._return(active, trial)
+            await trial.changed.wait()
 
     def _active_at(self, name: str) -> list[ActiveRequest]:
         return [active for active in self._host.active() if active.generation.model == name]
@@ -405,7 +374,7 @@ class Canaries:
             self._go_live(trial, is_live=False)
             trial.why_ended = reason
             self._decide(trial, ROLLED_BACK, reason)
-            trial.changed.set()
+            trial.ended.set()
 
     def _go_live(self, trial: Trial, *, is_live: bool) -> None:
         trial.is_live = is_live

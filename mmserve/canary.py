@@ -25,7 +25,7 @@ from mmserve.media import MediaItem, MediaKind
 from mmserve.request import ChatRequest, Part
 
 SLICES = ("text", "image", "images", "audio", "image+audio")
-CHANCE = 0.01  # that a canary no worse than the margin is ever rolled back, all slices and metrics together
+CHANCE = 0.05  # at most, that a canary no worse than the margin is ever rolled back, all slices and metrics together
 _PRIOR = (0.25, 1.0)
 _SETTLING = 50  # halvings: to the last bit of a float
 _END_BYTES = 512  # of a media item that tell it from others, with its length

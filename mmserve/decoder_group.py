@@ -57,6 +57,7 @@ class DecoderGroup:
         self._on_restart = on_restart
         self._replicas = ReplicaSet(limits.max_model_len, queue, time.monotonic, num_ranks=len(replicas[0]))
         self._held: dict[int, Sequence] = {}  # sequences that wait for a worker to live
+        self._is_closed = False
         self._home: dict[int, Replica] = {}  # seq_id -> where it was placed last
         target = f"{worker_module(replicas[0][0].device)}:run_decoder"
         self._rendezvous: list[Rendezvous] = []
@@ -80,9 +81,13 @@ class DecoderGroup:
         return len(self._held) + self._replicas.num_waiting
 
     async def close(self) -> None:
+        """Whoever is still there, or comes after all, is told so.  Idempotent."""
+        self._is_closed = True
         await asyncio.gather(*(supervisor.close() for supervisor in self.supervisors))
         for rendezvous in self._rendezvous:
             rendezvous.close()
+        self._rendezvous.clear()
+        self._lose_held()
 
     def check_room(self) -> None:
         """Raises Overloaded if it takes nothing just now, whatever it may be."""
@@ -107,6 +112,8 @@ class DecoderGroup:
     def add(self, sequence: Sequence) -> None:
         if not self._replicas:
             self._held[sequence.seq_id] = sequence
+            if self._is_closed:
+                asyncio.get_running_loop().call_soon(self._lose_held)  # who adds it has not done with it
             return
         replica = self._replicas.place(sequence)
         self._home[sequence.seq_id] = replica
@@ -177,9 +184,12 @@ class DecoderGroup:
         """A life is over.  Those who have waited through many that came to nothing are told so."""
         self._on_restart(role)
         if not self._replicas and all(supervisor.hopeless for supervisor in self.supervisors):
-            held, self._held = self._held, {}
-            for sequence in held.values():
-                self._lost(sequence, self._unavailable())
+            self._lose_held()
+
+    def _lose_held(self) -> None:
+        held, self._held = self._held, {}
+        for sequence in held.values():
+            self._lost(sequence, self._unavailable())
 
     def _unavailable(self) -> Overloaded:
         pause_s = min(supervisor.next_start_in_s for supervisor in self.supervisors)

@@ -12,24 +12,21 @@ import os
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator
 from collections.abc import Sequence as SequenceOf
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from dataclasses import replace
-from functools import partial
 from typing import Self
 
 from mmserve.active_request import ActiveRequest, Choice, new_choice, record_timings, take_token
 from mmserve.answer_quality import AnswerQuality
-from mmserve.canaries import SHADOW, Canaries, Host, read_canaries
+from mmserve.canaries import Canaries, Host, read_canaries
 from mmserve.canary import Arm
-from mmserve.composition import Canary, Composition, beside, load_composition
+from mmserve.canary_shadows import SHADOW
+from mmserve.composition import Composition, beside, load_composition
 from mmserve.config import Config, chosen_device, device_names
 from mmserve.costs import CostBooks, Prices
-from mmserve.decoder_group import DecoderGroup
 from mmserve.decoder_groups import DecoderGroups
 from mmserve.doubt import Doubt
-from mmserve.encoder_lanes import EncoderLane
 from mmserve.errors import MmserveError, Overloaded, RateLimited, WorkerLost
 from mmserve.escalation import Escalations
 from mmserve.guardrail import Guardrail, own_judges
@@ -131,11 +128,16 @@ class AsyncEngine:
             self._prompts = PromptMaker(self._media, self.tokenizers)
             judges = await asyncio.to_thread(own_judges, self.config, self.composition, device)
             texts = self.tokenizers
-            host = Host(
-                lambda: self._is_idle, self._open_beside, self._prove, self._submit, self._go_back, self._fail, self._active.values,
-                lambda model, ids: texts[model].decode(ids),
+            self._groups = DecoderGroups(
+                self.config, self._decoders, self._bases, texts, self._media.cache, buffer.memory, self.metrics,
+                device=device, dtype=dtype, num_threads=num_threads, max_model_len=self.max_model_len,
+                deliver=self._deliver, want=self._want, lost=self._lose,
             )  # fmt: skip
-            self._canaries = Canaries(self.config.canary, self._beside, host, self.ledger, self.metrics)
+            host = Host(
+                self._is_idle, self._prove, self._submit, self._go_back, self._fail, self._active.values,
+                decode=lambda model, ids: texts[model].decode(ids),
+            )  # fmt: skip
+            self._canaries = Canaries(self.config.canary, self._beside, host, self._groups, self._media, self.ledger, self.metrics)
             self.guardrail = Guardrail(
                 self.config.guardrail, judges, self._media, texts, self._quality, self.metrics,
                 bases=self._bases, on_report=self._canaries.note_grounding,
@@ -146,11 +148,6 @@ class AsyncEngine:
             self._fetches = MediaFetches(
                 self._media, self._prompts.make, self._check, self._begin, self._fail,
                 move=self._canaries.note_failure, landed=self._wake, is_running=lambda active: active.generation.request_id in self._active,
-            )  # fmt: skip
-            self._groups = DecoderGroups(
-                self.config, self._decoders, self._bases, texts, self._media.cache, buffer.memory, self.metrics,
-                device=device, dtype=dtype, num_threads=num_threads, max_model_len=self.max_model_len,
-                deliver=self._deliver, want=self._want, lost=self._lose,
             )  # fmt: skip
             stack.push_async_callback(self._groups.close)
             for name in self.composition.decoders:
@@ -242,8 +239,8 @@ class AsyncEngine:
         if overhead is None and (arm := self._canaries.enrol(request, choice)) is not None and arm.is_canary:
             try:
                 return await self._prepare(request, routed, replace(choice, model=arm.canary), arrival_s, overhead, arm)
-            except MmserveError:
-                self._canaries.note_refusal(arm)
+            except MmserveError as error:
+                self._canaries.note_refusal(arm, error)
                 arm = None
         return await self._prepare(request, routed, choice, arrival_s, overhead, arm)
 
@@ -456,21 +453,9 @@ class AsyncEngine:
 
     # --- canaries ------------------------------------------------------------------------------------------------------------
 
-    @property
     def _is_idle(self) -> bool:
         """Nobody waits for anything, nor goes."""
         return not (self._draining or self._num_preparing or any(self._groups.num_waiting.values()))
-
-    @asynccontextmanager
-    async def _open_beside(self, canary: Canary) -> AsyncIterator[tuple[DecoderGroup, SequenceOf[EncoderLane]]]:
-        """Its workers are ready inside.  Raises WorkerFailedToStart."""
-        async with self._media.running_beside(canary) as lanes:
-            group = self._groups.open(canary.name, partial(self._canaries.note_death, canary.name))
-            try:
-                await asyncio.gather(*(supervisor.first_ready() for supervisor in group.supervisors))
-                yield group, lanes
-            finally:
-                await group.close()
 
     async def _go_back(self, active: ActiveRequest) -> None:
         """From a canary to the decoder beside it, which says the rest of what was begun.  Raises MmserveError."""
@@ -489,7 +474,9 @@ class AsyncEngine:
 
     def _lose(self, sequence: Sequence, error: MmserveError) -> None:
         """A sequence that no worker can be found to compute, or that ends those that try."""
-        active, _ = self._active_of[sequence.seq_id]
+        active, _ = self._active_of.get(sequence.seq_id, (None, None))
+        if active is None:
+            return  # it ended meanwhile
         if isinstance(error, WorkerLost):
             prompt = sequence.token_ids[: sequence.num_prompt]
             self._quarantine.add(prompt_digest(active.generation.model, prompt, sequence.spans), time.monotonic())

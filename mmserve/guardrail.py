@@ -192,7 +192,8 @@ class Guardrail:
         model = active.generation.model
         try:
             scores = await self._all_scores(active)
-        except EncoderUnavailable:
+        except MmserveError as error:
+            log.info("request=%s can't be held against its pictures code=%s", active.generation.request_id, error.code)
             self._metrics.grounding_samples_left_out.labels("no_rows").inc()
             return
         finally:

@@ -40,7 +40,7 @@ class RequestRow:
     audio_tokens: int
     ttft_ms: float | None  # None: it ended before its first token
     total_latency_ms: float
-    model_variant: str  # small or large
+    model_variant: str  # small or large, or a canary of one of them
     created_at: float  # seconds since the epoch
 
     sql = """INSERT INTO inference_requests VALUES (:request_id, :tenant_id, :modality_mask, :text_tokens, :vision_tokens, :audio_tokens,

@@ -41,7 +41,7 @@ class Generation:
     def __init__(self, *, request_id: str, model: str, route_reason: str, usage: Usage, num_choices: int) -> None:
         self.request_id = request_id
         self.created = int(time.time())
-        self.model = model  # small or large; this and the reason are certain with the first delta
+        self.model = model  # small or large, or a canary; this and the reason are certain with the first delta
         self.route_reason = route_reason
         self.usage = usage
         self.degraded: tuple[MediaNotice, ...] = ()  # items that were left out; certain with the first delta

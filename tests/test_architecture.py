@@ -25,7 +25,7 @@ ENGINE = {
     "chat_template", "token_fuser", "prompt_maker", "modality_router", "model_router", "request_router", "route_classifier",
     "escalation", "doubt", "loop_lag", "token_stream", "readiness", "quarantine",
     "quota", "tenants", "tenant_watch", "ledger", "ledger_tables", "spool", "usage", "hit_watch", "grounding", "guardrail",
-    "answer_quality", "rate_watch", "recent_answers", "canary", "canary_records", "canaries", "media_fetches",
+    "answer_quality", "rate_watch", "recent_answers", "canary", "canary_records", "canary_shadows", "canaries", "media_fetches",
 }  # fmt: skip
 DOORS = {"__main__", "cli", "gateway", "bench", "evals"}
 BASEMENT = {

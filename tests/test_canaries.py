@@ -16,6 +16,7 @@ from pathlib import Path
 
 import canary_decoder
 import pytest
+import pytest_asyncio
 import tiny_model
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,6 +25,7 @@ from test_engine import ask, clip, config, counter, picture, read, settled, toke
 from mmserve import AsyncEngine, ChatRequest
 from mmserve.__main__ import main
 from mmserve.canaries import MAX_DEATHS
+from mmserve.canary import Reasked
 from mmserve.canary_records import CanaryRecord, CanaryRecords
 from mmserve.composition import BadModel, load_composition, read_canary
 from mmserve.config import CanaryConfig, Config, ConfigError
@@ -32,6 +34,7 @@ from mmserve.ledger_tables import open_ledger
 from mmserve.media import MediaKind
 from scripts import loopback
 
+IN_TRAFFIC = pytest.mark.asyncio(loop_scope="module")
 NAME = "small-canary"
 WAIT_S = 90.0
 
@@ -95,28 +98,36 @@ async def over(engine: AsyncEngine) -> None:
 # --- who gets one ------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_share_of_the_conversations_goes_to_the_canary_says_so_and_stays_there(model: Path, copy: Path, tmp_path: Path) -> None:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def traffic(model: Path, copy: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[AsyncEngine]:
+    """Half of the conversations go to an equal copy."""
+    async with engine_with(model, tmp_path_factory.mktemp("traffic"), copy) as engine:
+        yield engine
+
+
+@IN_TRAFFIC
+async def test_a_share_of_the_conversations_goes_to_the_canary_says_so_and_stays_there(traffic: AsyncEngine) -> None:
+    engine = traffic
     requests = [ask(f"question {i} about ", picture(i % 3), max_tokens=3) for i in range(16)]
-    async with engine_with(model, tmp_path, copy) as engine:
-        generations = [await engine.submit(request) for request in requests]
-        first = [(await read(generation), generation.model) for generation in generations]
-        names = [name for _, name in first]
-        assert {"small", NAME} == set(names)
-        again = [await engine.submit(request) for request in requests]
-        assert [(await read(generation), generation.model) for generation in again] == first  # equal weights say equal things
-        await settled(engine)
-        assert await asyncio.to_thread(engine.ledger.flush)
-        kept = rows(engine, "SELECT model_variant, count(*) FROM inference_requests GROUP BY model_variant ORDER BY 1")
-        assert kept == [("small", 2 * names.count("small")), (NAME, 2 * names.count(NAME))]
-        assert (await engine.submit(ask("hello", model="large"))).model == "large"
-        by_name = await engine.submit(ask("look at ", picture(1), model=NAME))
-        assert (by_name.model, by_name.route_reason) == (NAME, "hint")
-        await read(by_name)
-        assert [media.source for media in by_name.usage.media] == ["memory"]  # equal adapters share their rows
-        record = await record_of(engine)
-        failed = {is_canary: count for (_, metric, is_canary), count in record.counts.items() if metric == "failed"}
-        assert failed == {True: (0, 2 * names.count(NAME)), False: (0, 2 * names.count("small"))}  # who asks by name doesn't count
-        assert decisions(record) == ["started"]
+    generations = [await engine.submit(request) for request in requests]
+    first = [(await read(generation), generation.model) for generation in generations]
+    names = [name for _, name in first]
+    assert {"small", NAME} == set(names)
+    again = [await engine.submit(request) for request in requests]
+    assert [(await read(generation), generation.model) for generation in again] == first  # equal weights say equal things
+    await settled(engine)
+    assert await asyncio.to_thread(engine.ledger.flush)
+    kept = rows(engine, "SELECT model_variant, count(*) FROM inference_requests GROUP BY model_variant ORDER BY 1")
+    assert kept == [("small", 2 * names.count("small")), (NAME, 2 * names.count(NAME))]
+    assert (await engine.submit(ask("hello", model="large"))).model == "large"
+    by_name = await engine.submit(ask("look at ", picture(1), model=NAME))
+    assert (by_name.model, by_name.route_reason) == (NAME, "hint")
+    await read(by_name)
+    assert [media.source for media in by_name.usage.media] == ["memory"]  # equal adapters share their rows
+    record = await record_of(engine)
+    failed = {is_canary: count for (_, metric, is_canary), count in record.counts.items() if metric == "failed"}
+    assert failed == {True: (0, 2 * names.count(NAME)), False: (0, 2 * names.count("small"))}  # who asks by name doesn't count
+    assert decisions(record) == ["started"]
 
 
 async def test_a_canary_with_adapters_of_its_own_reads_its_own_rows(model: Path, other: Path, tmp_path: Path) -> None:
@@ -164,13 +175,23 @@ def outcome(engine: AsyncEngine, name: str) -> float:
 # --- faults ------------------------------------------------------------------------------------------------------------------
 
 
+class Fault:
+    """What the canary's worker does wrong."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.set(canary_decoder.NONE)
+
+    def set(self, kind: str) -> None:
+        self.path.write_text(kind)
+
+
 @pytest.fixture
-def fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    file = tmp_path / "fault"
-    file.write_text(canary_decoder.NONE)
-    monkeypatch.setenv(canary_decoder.FAULT, str(file))
+def fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fault:
+    fault = Fault(tmp_path / "fault")
+    monkeypatch.setenv(canary_decoder.FAULT, str(fault.path))
     monkeypatch.setattr("mmserve.decoder_group.worker_module", lambda device: "canary_decoder")
-    return file
+    return fault
 
 
 def some_requests() -> list[ChatRequest]:
@@ -178,7 +199,7 @@ def some_requests() -> list[ChatRequest]:
     return [ask(f"{i} ", *kinds[i % 4], max_tokens=20, seed=i) for i in range(12)]
 
 
-async def test_a_canary_that_fails_costs_no_client_a_token(model: Path, copy: Path, tmp_path: Path, fault: Path) -> None:
+async def test_a_canary_that_fails_costs_no_client_a_token(model: Path, copy: Path, tmp_path: Path, fault: Fault) -> None:
     """What it had said is kept, and the other decoder says the rest: with equal weights the same as if nothing had happened."""
     requests = some_requests()
     async with engine_with(model, tmp_path / "data", copy, canary_margin=0.99) as engine:
@@ -191,11 +212,11 @@ async def test_a_canary_that_fails_costs_no_client_a_token(model: Path, copy: Pa
         expected, models = await say()
         assert models == {"small", NAME}
         for kind in (canary_decoder.NAN, canary_decoder.CRASH_LATER, *[canary_decoder.CRASH] * MAX_DEATHS):
-            fault.write_text(kind)
+            fault.set(kind)
             num_before = counter(engine, "canary_returns_total")
             assert await say() == (expected, {"small"})
             assert counter(engine, "canary_returns_total") > num_before
-            fault.write_text(canary_decoder.NONE)
+            fault.set(canary_decoder.NONE)
             await until(lambda: engine._groups[NAME].alive or not trial.is_live)
             if not trial.is_live:
                 break
@@ -207,8 +228,8 @@ async def test_a_canary_that_fails_costs_no_client_a_token(model: Path, copy: Pa
         assert await say() == (expected, {"small"})
 
 
-async def test_a_canary_that_never_comes_up_is_no_matter_to_the_server(model: Path, copy: Path, tmp_path: Path, fault: Path) -> None:
-    fault.write_text(canary_decoder.DIE_AT_START)
+async def test_a_canary_that_never_comes_up_is_no_matter_to_the_server(model: Path, copy: Path, tmp_path: Path, fault: Fault) -> None:
+    fault.set(canary_decoder.DIE_AT_START)
     async with engine_with(model, tmp_path / "data", copy, is_live=False) as engine:
         assert engine.ready()
         await tokens(engine, ask("hello"))
@@ -245,22 +266,23 @@ async def test_the_operator_ends_it_and_streams_that_have_begun_go_on_there(
     assert (found["state"], found["counts"]) == ("reset", [])
 
 
-async def test_thumbs_and_repeated_questions_count_for_the_arm_that_answered(model: Path, copy: Path, tmp_path: Path) -> None:
-    async with engine_with(model, tmp_path, copy) as engine:
-        engine._canaries._reasked._within_s = 0.0
-        arms = set()
-        for i in range(8):
-            generation = await engine.submit(ask(f"question {i}", max_tokens=2))
-            await read(generation)
-            arms.add(generation.model == NAME)
-            for _ in range(2):  # only the first rating counts, and only its own tenant's
-                engine.record_feedback(Feedback(generation.request_id, "someone", "up", False, 0.0))
-                engine.record_feedback(Feedback(generation.request_id, "default", "down", False, 0.0))
-        assert arms == {True, False}
-        counts = (await record_of(engine)).counts
-        assert [hits == trials for (_, metric, _), (hits, trials) in counts.items() if metric == "thumbs_down"] == [True, True]
-        assert sum(trials for (_, metric, _), (_, trials) in counts.items() if metric == "thumbs_down") == 8
-        assert sum(trials for (_, metric, _), (_, trials) in counts.items() if metric == "regenerated") == 7
+@IN_TRAFFIC
+async def test_thumbs_and_repeated_questions_count_for_the_arm_that_answered(traffic: AsyncEngine) -> None:
+    engine = traffic
+    engine._canaries._reasked = Reasked(within_s=0.0)
+    arms = set()
+    for i in range(8):
+        generation = await engine.submit(ask(f"question {i}", max_tokens=2))
+        await read(generation)
+        arms.add(generation.model == NAME)
+        for _ in range(2):  # only the first rating counts, and only its own tenant's
+            engine.record_feedback(Feedback(generation.request_id, "someone", "up", False, 0.0))
+            engine.record_feedback(Feedback(generation.request_id, "default", "down", False, 0.0))
+    assert arms == {True, False}
+    counts = (await record_of(engine)).counts
+    assert [hits == trials for (_, metric, _), (hits, trials) in counts.items() if metric == "thumbs_down"] == [True, True]
+    assert sum(trials for (_, metric, _), (_, trials) in counts.items() if metric == "thumbs_down") == 8
+    assert sum(trials for (_, metric, _), (_, trials) in counts.items() if metric == "regenerated") == 7
 
 
 # --- what can't be tried -----------------------------------------------------------------------------------------------------

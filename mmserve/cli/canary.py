@@ -68,7 +68,7 @@ def _show(records: list[CanaryRecord], *, as_json: bool) -> None:
         console.print(f"[bold]{record.canary}[/] {record.fingerprint[:12]}: {record.state}")
         for decision in record.decisions:
             at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(decision.created_at))
-            console.print(f"  {at}  {decision.decision:<12} {decision.reason}", soft_wrap=True)
+            console.print(f"  {at}  {decision.decision:<12} {decision.reason}", soft_wrap=True, markup=False)
         if record.counts:
             console.print(_table(record))
 
