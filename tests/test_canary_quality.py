@@ -34,6 +34,9 @@ async def test_a_damaged_adapter_is_rolled_back_by_what_it_makes_up(tmp_path: Pa
         async with asyncio.timeout(WAIT_S):
             while not trial.is_live:
                 await asyncio.sleep(0.05)
+        async with Endpoint(gateway.url, model=NAME) as by_name:
+            reply = await by_name.ask(items[-2].parts, max_tokens=40, explain=True)
+            assert reply.body["mmserve"]["route"] == {"model": NAME, "reason": "hint"}
         for item in items[:150]:
             reply = await endpoint.ask(item.parts, max_tokens=40, explain=True)
             answered[reply.body["mmserve"]["route"]["model"]] += 1
