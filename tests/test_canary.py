@@ -7,7 +7,7 @@ import random
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmserve.canary import (
@@ -62,6 +62,7 @@ def test_one_that_errs_four_times_in_ten_more_is_found_within_a_hundred_answers(
     assert alarm is not None
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(TALLIES, TALLIES, st.floats(-0.9, 0.9))
 def test_the_evidence_is_the_least_that_any_two_rates_within_the_limit_leave(canary: Tally, stable: Tally, limit: float) -> None:
     """A grid over both rates is the slow oracle."""
@@ -81,6 +82,7 @@ def test_the_evidence_is_the_least_that_any_two_rates_within_the_limit_leave(can
         assert found >= min(on_edge) - 0.2
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(TALLIES, TALLIES)
 def test_the_difference_lies_between_its_bounds_and_more_answers_bring_them_together(canary: Tally, stable: Tally) -> None:
     low, high = difference(canary, stable)
