@@ -15,7 +15,7 @@ from mmserve.worker import main
 
 FAULT = "CANARY_DECODER_FAULT"  # a path
 NONE, DIE_AT_START, CRASH, NAN, CRASH_LATER = "none", "die at start", "crash", "nan", "crash later"
-LATER = 6  # tokens of an answer
+LATER = 6  # steps that drew a token, since the fault was there
 
 
 def run_decoder(end: socket.socket, spec: DecoderWorkerSpec, memory: SharedMemory, rank: Rank | None = None) -> None:
@@ -38,17 +38,19 @@ def _plant_faults() -> None:
     from mmserve.worker.model_runner import ModelRunner
 
     run, hidden_of = ModelRunner._run, ModelRunner._hidden
+    num_draws = 0
 
     def faulty_run(self: ModelRunner, plan: StepPlan) -> Any:
+        nonlocal num_draws
         fault = _fault()
-        is_late = any(each is not None and each.position >= LATER for each in plan.sampling)
-        if fault == CRASH or (fault == CRASH_LATER and is_late):
+        num_draws = 0 if fault == NONE else num_draws + any(each is not None for each in plan.sampling)
+        if fault == CRASH or (fault == CRASH_LATER and num_draws > LATER):
             os.kill(os.getpid(), signal.SIGKILL)
         return run(self, plan)
 
     def faulty_hidden(self: ModelRunner, plan: StepPlan) -> torch.Tensor:
         hidden = hidden_of(self, plan)
-        if _fault() == NAN and any(each is not None and each.position >= LATER for each in plan.sampling):
+        if _fault() == NAN and num_draws > LATER:
             hidden[:] = torch.nan
         return hidden
 

@@ -56,8 +56,10 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model.build(tmp_path_factory.mktemp("other"), seed=1)
 
 
-def with_canary(model: Path, data: Path, canary: Path, **settings: object) -> Config:
-    return replace(config(model, data), canary=CanaryConfig(canary_small=canary, **({"canary_share": 0.5} | settings)))  # type: ignore[arg-type]
+def with_canary(model: Path, data: Path, canary: Path, *, max_num_seqs: int = 128, **settings: object) -> Config:
+    return replace(
+        config(model, data, max_num_seqs=max_num_seqs), canary=CanaryConfig(canary_small=canary, **({"canary_share": 0.5} | settings))
+    )  # type: ignore[arg-type]
 
 
 @asynccontextmanager
@@ -147,7 +149,7 @@ async def test_a_canary_with_adapters_of_its_own_reads_its_own_rows(model: Path,
 
 async def test_a_shadow_answers_for_nobody_and_only_when_nobody_waits(model: Path, copy: Path, tmp_path: Path) -> None:
     greedy = [ask(f"question {i} about ", picture(i % 3), max_tokens=3, temperature=0.0) for i in range(12)]
-    async with engine_with(model, tmp_path, copy, canary_mode="shadow", canary_share=1.0) as engine:
+    async with engine_with(model, tmp_path, copy, canary_mode="shadow", canary_share=1.0, max_num_seqs=1) as engine:
         for request in greedy:
             generation = await engine.submit(request)
             await read(generation)
@@ -161,7 +163,7 @@ async def test_a_shadow_answers_for_nobody_and_only_when_nobody_waits(model: Pat
         await until(lambda: not engine._canaries._shadows)
         await settled(engine)
         assert outcome(engine, "equal") + outcome(engine, "busy") == 24
-        assert outcome(engine, "busy") > 0
+        assert outcome(engine, "busy") >= 10  # one at a time has a place: others wait nearly always
         assert await asyncio.to_thread(engine.ledger.flush)
         assert rows(engine, "SELECT DISTINCT model_variant FROM inference_requests") == [("small",)]
         assert rows(engine, "SELECT count(*) FROM request_costs") == [(24,)]
@@ -205,16 +207,18 @@ async def test_a_canary_that_fails_costs_no_client_a_token(model: Path, copy: Pa
     async with engine_with(model, tmp_path / "data", copy, canary_margin=0.99) as engine:
         trial = engine._canaries._beside["small"]
 
-        async def say() -> tuple[list[tuple[int, ...]], set[str]]:
+        async def say() -> list[tuple[int, ...]]:
             generations = [await engine.submit(request) for request in requests]
-            return [ids for generation in generations for ids in await read(generation)], {generation.model for generation in generations}
+            names.update(generation.model for generation in generations)
+            return [ids for generation in generations for ids in await read(generation)]
 
-        expected, models = await say()
-        assert models == {"small", NAME}
+        names: set[str] = set()
+        expected = await say()
+        assert names == {"small", NAME}
         for kind in (canary_decoder.NAN, canary_decoder.CRASH_LATER, *[canary_decoder.CRASH] * MAX_DEATHS):
             fault.set(kind)
             num_before = counter(engine, "canary_returns_total")
-            assert await say() == (expected, {"small"})
+            assert await say() == expected
             assert counter(engine, "canary_returns_total") > num_before
             fault.set(canary_decoder.NONE)
             await until(lambda: engine._groups[NAME].alive or not trial.is_live)
@@ -225,7 +229,9 @@ async def test_a_canary_that_fails_costs_no_client_a_token(model: Path, copy: Pa
         assert decisions(record) == ["started", "rolled_back"]
         assert record.decisions[-1].reason == f"its worker ended {MAX_DEATHS} times"
         assert sum(hits for (_, metric, is_canary), (hits, _) in record.counts.items() if metric == "failed" and is_canary) > 0
-        assert await say() == (expected, {"small"})
+        names.clear()
+        assert await say() == expected
+        assert names == {"small"}
 
 
 async def test_a_canary_that_never_comes_up_is_no_matter_to_the_server(model: Path, copy: Path, tmp_path: Path, fault: Fault) -> None:
