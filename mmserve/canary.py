@@ -34,7 +34,7 @@ _END_BYTES = 512  # of a media item that tell it from others, with its length
 class Metric(StrEnum):
     """What can go wrong with an answer, as far as it is seen while serving."""
 
-    FAILED = "failed"  # numbers that aren't finite, a lost worker, an encoder
+    FAILED = "failed"  # numbers that aren't finite, an encoder, a request that ended workers
     EMPTY = "empty"  # it says nothing, or that it can't answer
     UNGROUNDED = "ungrounded"  # it names an object that the vision side didn't see; of answers that name any
     ESCALATED = "escalated"  # so uncertain at its beginning that the large decoder answered; of answers of which that was looked at
@@ -124,14 +124,11 @@ class Comparison:
         return bool(self.pairs) and not self._open
 
     def _settle(self, slice_name: str, metric: Metric) -> None:
-        """Whether this is known to differ by less.  A slice that is seen must have failed or not, and said something or not."""
+        """Whether this is known to differ by less than the margin, if it is needed."""
         if metric in NEEDED:
             pair = self.pairs[slice_name, metric]
             is_known = evidence(pair.stable, pair.canary, -self.margin) >= LEAST_EVIDENCE
             (self._open.discard if is_known else self._open.add)((slice_name, metric))
-        for other in (Metric.FAILED, Metric.EMPTY):
-            if (slice_name, other) not in self.pairs:
-                self._open.add((slice_name, other))
 
     def _tally(self, slice_name: str, metric: Metric, is_canary: bool) -> Tally:
         pair = self.pairs.setdefault((slice_name, metric), Pair())

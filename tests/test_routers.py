@@ -56,6 +56,17 @@ def test_a_hint_wins_over_everything():
     assert choose("large", tier="batch", waiting={"large": 100}) == ModelChoice("large", RouteReason.HINT)
 
 
+def test_a_canary_is_had_by_name_and_never_by_itself():
+    canaries = ("small-canary",)
+    assert choose("small-canary", canaries=canaries) == ModelChoice("small-canary", RouteReason.HINT)
+    assert choose("auto", canaries=canaries, available=("small",), capable=("small",)) == ModelChoice("small", RouteReason.ONLY_MODEL)
+    assert choose("auto", canaries=canaries, capable=()).model == "small"
+    with pytest.raises(ModelNotFound, match="small-canary"):
+        choose("medium-canary", canaries=canaries)
+    with pytest.raises(ModelNotFound):
+        choose("small-canary")
+
+
 @pytest.mark.parametrize("name", ["auto", "tiny"])
 def test_auto_and_the_served_name_follow_the_rules_where_nothing_was_learnt(name):
     assert (choose(name).model, choose(name).reason) == ("small", "simple")
