@@ -88,6 +88,8 @@ def read_canaries(config: Config, stable: Composition) -> dict[str, Canary]:
         raise ConfigError(f"canary-share is a share, above 0 and at most 1, got {canary.canary_share}", param="canary-share")
     if not 0 < canary.canary_margin < 1:
         raise ConfigError(f"canary-margin must be above 0 and below 1, got {canary.canary_margin}", param="canary-margin")
+    if canary.canary_disagreement > 1:
+        raise ConfigError(f"canary-disagreement is a share, at most 1, got {canary.canary_disagreement}", param="canary-disagreement")
     if encoder.vision_url is not None or encoder.audio_url is not None:
         raise ConfigError("a canary can't be tried beside a hosted encoder: nobody here knows whose weights make its rows")
     if chosen_device(config.model.device) == "cuda" and canary.canary_devices is None:
@@ -117,13 +119,13 @@ class Canaries:
         self._media = media
         self._ledger = ledger
         self._metrics = metrics
-        self._trials = {name: Trial(canary, Comparison(config.canary_margin)) for name, canary in canaries.items()}
+        self._trials = {name: Trial(canary, self._comparison(None)) for name, canary in canaries.items()}
         self._beside = {trial.canary.base: trial for trial in self._trials.values()}
         self._lot = random.Random(0)
         self._reasked = Reasked()
         self._rateable: OrderedDict[str, tuple[str, Arm]] = OrderedDict()  # request id -> tenant and arm, oldest first
         self._tasks: set[asyncio.Task[None]] = set()
-        self._shadows = Shadows(host.is_idle, host.submit, metrics)
+        self._shadows = Shadows(host.is_idle, host.submit, self._note_shadow, metrics)
         self._returning: set[str] = set()  # request ids
 
     def start(self) -> None:
@@ -235,17 +237,25 @@ class Canaries:
         elif not arm.is_canary and (trial := self._trials[arm.canary]).is_live:
             self._shadows.offer(active, arm, texts, is_free=trial.group is not None and not trial.group.num_waiting)
 
+    def _note_shadow(self, arm: Arm, is_equal: bool) -> None:
+        """A short greedy answer, beside the one that the client got."""
+        self._count(arm, Metric.DIFFERENT, is_hit=not is_equal)
+
     # --- a trial -------------------------------------------------------------------------------------------------------------
 
     async def _run(self, trial: Trial) -> None:
-        record = await asyncio.to_thread(self._remember, trial)
+        try:
+            record = await asyncio.to_thread(self._remember, trial)
+        except (sqlite3.DatabaseError, ConfigError) as error:
+            log.error("canary=%s is not tried, what was decided of it before can't be read: %s", trial.name, error)
+            return
         if record.end is not None:
             log.warning(
                 "canary=%s fingerprint=%s is not tried again: %s (%s); `mmserve canary reset` forgets that",
                 trial.name, trial.fingerprint[:12], record.end.decision, record.end.reason,
             )  # fmt: skip
             return
-        trial.comparison = Comparison(self._config.canary_margin, record.counts)
+        trial.comparison = self._comparison(record)
         trial.has_passed = record.has_passed
         try:
             async with self._opened(trial):
@@ -277,14 +287,19 @@ class Canaries:
                 await trial.group.close()
 
     def _remember(self, trial: Trial) -> CanaryRecord:
-        """What happened to these weights before.  In a thread: it reads them all."""
+        """What happened to these weights before.  In a thread: it reads them all.  Raises ConfigError, sqlite3.DatabaseError."""
         trial.fingerprint = trial.canary.fingerprint()
-        self._ledger.flush()
+        if not self._ledger.flush():
+            raise ConfigError("the database can't be written")  # the last decisions may lie in the spool
         return self._read(trial)
 
     def _read(self, trial: Trial) -> CanaryRecord:
         with CanaryRecords(self._ledger.path) as records:
             return records.read(trial.name, trial.fingerprint)
+
+    def _comparison(self, record: CanaryRecord | None) -> Comparison:
+        counts = None if record is None else record.counts
+        return Comparison(self._config.canary_margin, counts, disagreement=self._config.canary_disagreement)
 
     async def _until_ended(self, trial: Trial) -> None:
         """A breach, deaths, or the operator."""

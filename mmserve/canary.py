@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -40,6 +40,7 @@ class Metric(StrEnum):
     ESCALATED = "escalated"  # so uncertain at its beginning that the large decoder answered; of answers of which that was looked at
     THUMBS_DOWN = "thumbs_down"  # of answers that were rated
     REGENERATED = "regenerated"  # asked again within minutes
+    DIFFERENT = "different"  # a shadow's that isn't the client's; of short greedy ones: there is nothing to compare that with but a limit
 
 
 NEEDED = (Metric.FAILED, Metric.EMPTY, Metric.UNGROUNDED)  # to pass; the others depend on people, of whom there may be none
@@ -83,17 +84,25 @@ class Breach:
     metric: Metric
     canary: Tally
     stable: Tally
-    at_least: float  # how much more often it goes wrong with the canary
+    at_least: float  # how much more often it goes wrong with the canary; of answers that differ, their share
 
     def __str__(self) -> str:
+        if self.metric is Metric.DIFFERENT:
+            return f"{self.metric} {self.canary}, at least {self.at_least:.3f} of them"
         return f"{self.metric} {self.canary} against {self.stable}, at least {self.at_least:.3f} more often"
 
 
 class Comparison:
-    """The books of one canary.  `counts` are those of an earlier life: (slice, metric, of the canary?) -> (hits, trials)."""
+    """The books of one canary.  `counts` are those of an earlier life: (slice, metric, of the canary?) -> (hits, trials).
 
-    def __init__(self, margin: float, counts: Mapping[tuple[str, str, bool], tuple[int, int]] | None = None) -> None:
+    `disagreement` is the share of answers that may differ.
+    """
+
+    def __init__(
+        self, margin: float, counts: Mapping[tuple[str, str, bool], tuple[int, int]] | None = None, *, disagreement: float = 1.0
+    ) -> None:
         self.margin = margin
+        self.disagreement = disagreement
         self.pairs: dict[tuple[str, Metric], Pair] = {}
         self._open: set[tuple[str, Metric]] = set()  # of those that are needed, and not known to differ by less than the margin
         for (slice_name, metric, is_canary), (hits, trials) in (counts or {}).items():
@@ -109,10 +118,12 @@ class Comparison:
         tally.hits += is_hit
         pair = self.pairs[arm.slice_name, metric]
         self._settle(arm.slice_name, metric)
-        if evidence(pair.canary, pair.stable, self.margin) < LEAST_EVIDENCE:
-            return None
         canary, stable = Tally(pair.canary.hits, pair.canary.trials), Tally(pair.stable.hits, pair.stable.trials)
-        return Breach(arm.slice_name, metric, canary, stable, difference(canary, stable)[0])
+        nats = excess(canary, self.disagreement) if metric is Metric.DIFFERENT else evidence(canary, stable, self.margin)
+        if nats < LEAST_EVIDENCE:
+            return None
+        at_least = least_rate(canary) if metric is Metric.DIFFERENT else difference(canary, stable)[0]
+        return Breach(arm.slice_name, metric, canary, stable, at_least)
 
     def needed(self) -> Mapping[tuple[str, Metric], Pair]:
         """Those that decide whether it has passed."""
@@ -163,6 +174,16 @@ def evidence(canary: Tally, stable: Tally, limit: float) -> float:
     return max(0.0, _log_mixture(canary, high + limit) + _log_mixture(stable, high))
 
 
+def excess(tally: Tally, limit: float) -> float:
+    """Nats against a rate of at most `limit`, of one arm alone."""
+    return max(0.0, _log_mixture(tally, limit)) if tally.rate > limit else 0.0
+
+
+def least_rate(tally: Tally, nats: float = LEAST_EVIDENCE) -> float:
+    """The rate is at least this at all times, but for a chance of exp(-nats)."""
+    return _bisect(0.0, tally.rate, lambda limit: excess(tally, limit) >= nats)
+
+
 def difference(canary: Tally, stable: Tally, nats: float = LEAST_EVIDENCE) -> tuple[float, float]:
     """rate(canary) - rate(stable) lies between these two at all times, but for a chance of exp(-nats) on either side."""
     return _least_limit(canary, stable, nats), -_least_limit(stable, canary, nats)
@@ -170,13 +191,13 @@ def difference(canary: Tally, stable: Tally, nats: float = LEAST_EVIDENCE) -> tu
 
 def _least_limit(first: Tally, second: Tally, nats: float) -> float:
     """The least difference of rates that the counts leave possible, from below."""
-    low, high = -1.0, first.rate - second.rate
+    return _bisect(-1.0, first.rate - second.rate, lambda limit: evidence(first, second, limit) >= nats)
+
+
+def _bisect(low: float, high: float, is_below: Callable[[float], bool]) -> float:
     for _ in range(30):
-        limit = (low + high) / 2
-        if evidence(first, second, limit) < nats:
-            high = limit
-        else:
-            low = limit
+        middle = (low + high) / 2
+        low, high = (middle, high) if is_below(middle) else (low, middle)
     return low
 
 

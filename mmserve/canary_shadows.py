@@ -22,13 +22,21 @@ SHORT_ANSWER = 16  # tokens: a greedy answer no longer than this is a choice, an
 
 
 class Shadows:
-    """Owned by the event loop.  `submit(request, why, arm)` accepts a request for nobody.  Its length is the number that run."""
+    """Owned by the event loop.  `submit(request, why, arm)` accepts a request for nobody; `note` hears whether short answers are equal.
+
+    Its length is the number that run.
+    """
 
     def __init__(
-        self, is_idle: Callable[[], bool], submit: Callable[[ChatRequest, str, Arm], Awaitable[ActiveRequest]], metrics: Metrics
+        self,
+        is_idle: Callable[[], bool],
+        submit: Callable[[ChatRequest, str, Arm], Awaitable[ActiveRequest]],
+        note: Callable[[Arm, bool], None],
+        metrics: Metrics,
     ) -> None:
         self._is_idle = is_idle
         self._submit = submit
+        self._note = note
         self._outcomes = metrics.canary_shadows
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -75,8 +83,12 @@ class Shadows:
             return
         finally:
             shadow.generation.cancel()
-        is_equal = texts is not None and [text.split() for text in texts] == [text.split() for text in said]
-        self._outcomes.labels(arm.canary, "answered" if texts is None else "equal" if is_equal else "other").inc()
+        if texts is None:
+            self._outcomes.labels(arm.canary, "answered").inc()
+            return
+        is_equal = [text.split() for text in texts] == [text.split() for text in said]
+        self._outcomes.labels(arm.canary, "equal" if is_equal else "different").inc()
+        self._note(arm, is_equal)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -120,7 +120,7 @@ async def show(name: str, directory: Path, mode: str, options: argparse.Namespac
             clients = Clients(endpoint, items)
             await _ask_until_ended(clients, server, questions(items, options.slices, options.seed), options)
         shadows = await scrape(server.url)
-        outcomes = ("equal", "other", "answered", "busy", "refused", "failed")
+        outcomes = ("equal", "different", "answered", "busy", "refused", "failed")
         shadowed = {key: int(shadows.total("canary_shadows_total", {"outcome": key})) for key in outcomes}
     record = record_of(data_dir)
     breaches = [asdict(decision) for decision in record.decisions if decision.decision == BREACHED]

@@ -132,19 +132,28 @@ async def test_a_share_of_the_conversations_goes_to_the_canary_says_so_and_stays
     assert decisions(record) == ["started"]
 
 
-async def test_a_canary_with_adapters_of_its_own_reads_its_own_rows(model: Path, other: Path, tmp_path: Path) -> None:
-    def question(name: str) -> ChatRequest:
-        return ask("look at ", picture(1), " and hear ", clip(1), model=name)
+async def test_a_canary_with_adapters_of_its_own_reads_its_own_rows_and_shadows_that_differ_end_it(
+    model: Path, other: Path, tmp_path: Path
+) -> None:
+    def question(name: str, number: int = 0) -> ChatRequest:
+        return ask(f"{number} look at ", picture(1), " and hear ", clip(1), model=name, temperature=0.0)
 
     async with AsyncEngine(config(other, tmp_path / "alone")) as engine:
         expected = await tokens(engine, question("small"))
-    async with engine_with(model, tmp_path / "data", other, canary_share=1e-9) as engine:
-        assert engine._beside[NAME].own_kinds == set(MediaKind)
-        assert await tokens(engine, question("small")) != expected  # whatever is cached now is the stable one's
-        generation = await engine.submit(question(NAME))
-        assert await read(generation) == [expected]
-        assert {media.source for media in generation.usage.media} == {"encoded"}
-        await settled(engine)
+    async with engine_with(model, tmp_path / "data", other, canary_mode="shadow", canary_share=1.0) as engine:
+        trial = engine._canaries._beside["small"]
+        assert trial.canary.own_kinds == set(MediaKind)
+        told = await tokens(engine, question("small"))  # the stable one's rows are cached now
+        assert await tokens(engine, question(NAME)) == expected != told
+        for number in range(20):
+            await tokens(engine, question("small", number))
+            await until(lambda: not engine._canaries._shadows)
+            if not trial.is_live:
+                break
+        await over(engine)
+        record = await record_of(engine)
+        assert decisions(record) == ["started", "breached", "rolled_back"]
+        assert (record.decisions[1].metric, record.decisions[1].slice) == ("different", "image+audio")
 
 
 async def test_a_shadow_answers_for_nobody_and_only_when_nobody_waits(model: Path, copy: Path, tmp_path: Path) -> None:
@@ -251,14 +260,15 @@ async def test_the_operator_ends_it_and_streams_that_have_begun_go_on_there(
 ) -> None:
     data = tmp_path / "data"
     async with engine_with(model, data, copy, canary_share=1.0) as engine:
-        expected = await tokens(engine, ask("a long story", max_tokens=400, model="small"))
-        begun = await engine.submit(ask("a long story", max_tokens=400))
-        (first,) = await begun.next_batch()
+        expected = await tokens(engine, ask("a long story", max_tokens=1200, model="small"))
+        begun = await engine.submit(ask("a long story", max_tokens=1200))
+        first = await begun.next_batch()
         assert await asyncio.to_thread(main, ["canary", "abort", NAME, "--data-dir", str(data), "--reason", "I said so"]) == 0
         await until(lambda: not engine._canaries._beside["small"].is_live)
         assert (await engine.submit(ask("hello"))).model == "small"
         assert begun.model == NAME
-        assert [(*first.token_ids, *ids) for ids in await read(begun)] == [expected]
+        heard = tuple(token_id for delta in first for token_id in delta.token_ids)
+        assert [heard + ids for ids in await read(begun)] == [expected]
         await over(engine)
         assert decisions(await record_of(engine)) == ["started", "aborted", "rolled_back"]
     assert main(["canary", "status", "--data-dir", str(data)]) == 0

@@ -119,6 +119,18 @@ def test_a_fault_in_one_slice_is_not_averaged_away() -> None:
     assert 0.05 < breach.at_least < breach.canary.rate
 
 
+def test_answers_that_differ_breach_beyond_their_limit_and_never_within_it() -> None:
+    rng = random.Random(3)
+    for rate, limit, is_found in ((0.5, 0.25, True), (0.2, 0.25, False), (1.0, 1.0, False)):
+        comparison = Comparison(margin=0.01, disagreement=limit)
+        breaches = [comparison.note(CANARY, Metric.DIFFERENT, rng.random() < rate) for _ in range(150)]
+        assert any(breaches) is is_found
+        if is_found:
+            first = next(filter(None, breaches))
+            assert limit <= first.at_least < first.canary.rate
+            assert str(first).startswith(f"different {first.canary}, at least")
+
+
 def test_counts_of_an_earlier_life_go_on_counting() -> None:
     whole = Comparison(margin=0.05)
     notes = [(arm, arm.is_canary) for _ in range(30) for arm in (STABLE, CANARY)]

@@ -79,7 +79,8 @@ def _table(record: CanaryRecord) -> Table:
         table.add_column(column, justify="left" if column in ("slice", "wrong") else "right")
     for (slice_name, metric), pair in sorted(_pairs(record).items()):
         low, high = difference(pair.canary, pair.stable)
-        table.add_row(slice_name, metric, str(pair.canary), str(pair.stable), f"{low:+.3f} to {high:+.3f}")
+        known = f"{low:+.3f} to {high:+.3f}" if pair.stable.trials else ""
+        table.add_row(slice_name, metric, str(pair.canary), str(pair.stable) if pair.stable.trials else "", known)
     return table
 
 
