@@ -9,7 +9,7 @@ import os
 import shutil
 import signal
 import sqlite3
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +32,8 @@ from mmserve.config import CanaryConfig, Config, ConfigError
 from mmserve.ledger import CanaryDecision, Feedback, Ledger
 from mmserve.ledger_tables import open_ledger
 from mmserve.media import MediaKind
+from mmserve.prompt_maker import Prompt
+from mmserve.token_stream import Generation
 from scripts import loopback
 
 IN_TRAFFIC = pytest.mark.asyncio(loop_scope="module")
@@ -255,11 +257,28 @@ async def test_a_canary_that_never_comes_up_is_no_matter_to_the_server(model: Pa
         assert record.decisions[0].reason.startswith("it never came up")
 
 
+async def who_comes_late(engine: AsyncEngine) -> tuple[asyncio.Task[Generation], asyncio.Event]:
+    """A request that is the canary's, and whose prompt isn't ready before the event is set."""
+    make, begun, go_on = engine._prompts.make, asyncio.Event(), asyncio.Event()
+
+    async def make_slowly(request: ChatRequest, name: str, left_out: Mapping[int, str]) -> Prompt:
+        if name == NAME and not begun.is_set():
+            begun.set()
+            await go_on.wait()
+        return await make(request, name, left_out)
+
+    engine._prompts.make = make_slowly  # type: ignore[method-assign]
+    task = asyncio.create_task(engine.submit(ask("late")))
+    await begun.wait()
+    return task, go_on
+
+
 async def test_the_operator_ends_it_and_streams_that_have_begun_go_on_there(
     model: Path, copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = tmp_path / "data"
     async with engine_with(model, data, copy, canary_share=1.0) as engine:
+        late, go_on = await who_comes_late(engine)
         expected = await tokens(engine, ask("a long story", max_tokens=1200, model="small"))
         begun = await engine.submit(ask("a long story", max_tokens=1200))
         first = await begun.next_batch()
@@ -271,6 +290,9 @@ async def test_the_operator_ends_it_and_streams_that_have_begun_go_on_there(
         assert [heard + ids for ids in await read(begun)] == [expected]
         await over(engine)
         assert decisions(await record_of(engine)) == ["started", "aborted", "rolled_back"]
+        go_on.set()
+        async with asyncio.timeout(WAIT_S):
+            assert await read(await late) == [await tokens(engine, ask("late"))]
     assert main(["canary", "status", "--data-dir", str(data)]) == 0
     shown = capsys.readouterr().out
     assert "I said so" in shown
