@@ -139,7 +139,7 @@ class CanaryConfig:
     )
     canary_share: float = option(0.05, "share of a decoder's conversations that its canary gets")
     canary_margin: float = option(0.03, "how much more often a canary's answers may go wrong, as a share of them")
-    canary_disagreement: float = option(0.25, "share of a shadow's short greedy answers that may differ from what clients are told")
+    canary_disagreement: float = option(0.2, "share of a shadow's short greedy answers that may differ from what clients are told")
     canary_devices: str | None = option(None, "devices of a canary, its own alone on GPUs: as many as share a replica of its decoder")
 
 
