@@ -459,10 +459,12 @@ class AsyncEngine:
 
     async def _go_back(self, active: ActiveRequest) -> None:
         """From a canary to the decoder beside it, which says the rest of what was begun.  Raises MmserveError."""
-        generation, base = active.generation, self._bases[active.generation.model]
+        generation = active.generation
+        if (base := self._bases.get(generation.model)) is None:
+            return  # it was just moved to the large decoder
         prompt = await self._prompts.make(active.request, base, dict(active.left_out))
-        if generation.request_id not in self._active:
-            return  # it ended meanwhile
+        if generation.request_id not in self._active or generation.model not in self._bases:
+            return  # it ended meanwhile, or was moved
         said = active.choices if active.first_token_s is not None else ()
         self._withdraw(active)
         active.choices, active.doubt, generation.model = (), None, base
