@@ -323,6 +323,31 @@ async def test_thumbs_and_repeated_questions_count_for_the_arm_that_answered(tra
     assert sum(trials for (_, metric, _), (_, trials) in counts.items() if metric == "regenerated") == 7
 
 
+async def test_an_uncertain_answer_counts_for_the_arm_that_began_it_and_is_the_large_decoders(
+    model: Path, copy: Path, tmp_path: Path
+) -> None:
+    router = tmp_path / "router.json"
+    await asyncio.to_thread(
+        router.write_text, json.dumps({"weights": {"bias": -9.0}, "threshold": 0.5, "escalate_above": -1.0, "num_judged": 2})
+    )
+    settings = with_canary(model, tmp_path / "data", copy)
+    async with AsyncEngine(replace(settings, model=replace(settings.model, router=router))) as engine:
+        await until(lambda: engine._canaries._beside["small"].is_live)
+        for i in range(10):
+            generation = await engine.submit(ask(f"question {i}", model="auto"))
+            began = generation.model
+            assert await read(generation) == [await tokens(engine, ask(f"question {i}", model="large"))]
+            assert (generation.model, generation.route_reason) == ("large", "escalated")
+            assert began in ("small", NAME)
+        counts = (await record_of(engine)).counts
+        escalated = {is_canary: count for (_, metric, is_canary), count in counts.items() if metric == "escalated"}
+        assert set(escalated) == {True, False}
+        assert all(hits == trials for hits, trials in escalated.values())
+        assert sum(trials for _, trials in escalated.values()) == 10
+        assert {metric for _, metric, _ in counts} == {"escalated"}  # nothing more is learnt of the small one
+        await settled(engine)
+
+
 # --- what can't be tried -----------------------------------------------------------------------------------------------------
 
 
