@@ -451,6 +451,23 @@ class AsyncEngine:
             async for _ in (await self._submit(request, "readiness")).generation:
                 pass
 
+    async def _end_everything(self) -> None:
+        for active in list(self._active.values()):
+            self._fail(active, Overloaded("the server is shutting down", code="shutdown"))
+
+    def _lose(self, sequence: Sequence, error: MmserveError) -> None:
+        """A sequence that no worker can be found to compute, or that ends those that try."""
+        active, _ = self._active_of.get(sequence.seq_id, (None, None))
+        if active is None:
+            return  # it ended meanwhile
+        if isinstance(error, WorkerLost):
+            prompt = sequence.token_ids[: sequence.num_prompt]
+            self._quarantine.add(prompt_digest(active.generation.model, prompt, sequence.spans), time.monotonic())
+        self._fail(active, error)
+
+    def _count_restart(self, role: str) -> None:
+        self.metrics.worker_restarts.labels(role).inc()
+
     # --- canaries ------------------------------------------------------------------------------------------------------------
 
     def _is_idle(self) -> bool:
@@ -469,20 +486,3 @@ class AsyncEngine:
         self._withdraw(active)
         active.choices, active.doubt, generation.model = (), None, base
         self._begin(active, prompt, self.max_model_len, said)
-
-    async def _end_everything(self) -> None:
-        for active in list(self._active.values()):
-            self._fail(active, Overloaded("the server is shutting down", code="shutdown"))
-
-    def _lose(self, sequence: Sequence, error: MmserveError) -> None:
-        """A sequence that no worker can be found to compute, or that ends those that try."""
-        active, _ = self._active_of.get(sequence.seq_id, (None, None))
-        if active is None:
-            return  # it ended meanwhile
-        if isinstance(error, WorkerLost):
-            prompt = sequence.token_ids[: sequence.num_prompt]
-            self._quarantine.add(prompt_digest(active.generation.model, prompt, sequence.spans), time.monotonic())
-        self._fail(active, error)
-
-    def _count_restart(self, role: str) -> None:
-        self.metrics.worker_restarts.labels(role).inc()
