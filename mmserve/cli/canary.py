@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sqlite3
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -14,8 +13,7 @@ from rich.table import Table
 
 from mmserve.canary import Comparison, Metric, Pair, difference
 from mmserve.canary_records import CanaryRecord, CanaryRecords
-from mmserve.cli.settings import data_storage
-from mmserve.config import ConfigError
+from mmserve.cli.data_dir import add_data_dir, with_ledger
 
 _PURPOSES = {
     "status": "show what was decided of each canary, and the counts behind it",
@@ -28,8 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for name, purpose in _PURPOSES.items():
         verb = verbs.add_parser(name, help=purpose, description=purpose)
-        verb.add_argument("--data-dir", type=Path, metavar="DIR", help="the server's; ~/.cache/mmserve by default")
-        verb.add_argument("--config", type=Path, metavar="FILE", help="the server's TOML file, for its data-dir")
+        add_data_dir(verb)
         if name == "status":
             verb.add_argument("--json", action="store_true", help="for programs")
         else:
@@ -39,22 +36,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 0, 2 for what can't be done, 1 if the records can't be read or written just now."""
-    console = Console(stderr=True, highlight=False)
-    try:
-        with CanaryRecords(data_storage(args.data_dir, args.config).ledger) as records:
-            if args.verb == "status":
-                _show(records.all(), as_json=args.json)
-                return 0
-            record = records.abort(args.name, args.reason) if args.verb == "abort" else records.reset(args.name)
-            console.print(f"{record.canary} {record.fingerprint[:12]}: {'aborted' if args.verb == 'abort' else 'reset'}")
-    except ConfigError as error:
-        console.print(f"[bold red]mmserve:[/] {error.message}", soft_wrap=True)
-        return 2
-    except sqlite3.DatabaseError as error:
-        console.print(f"[bold red]mmserve:[/] the records of canaries can't be read or written: {error}", soft_wrap=True)
-        return 1
-    return 0
+    return with_ledger(args, "the records of canaries", lambda path: _do(path, args))
+
+
+def _do(path: Path, args: argparse.Namespace) -> None:
+    with CanaryRecords(path) as records:
+        if args.verb == "status":
+            _show(records.all(), as_json=args.json)
+            return
+        record = records.abort(args.name, args.reason) if args.verb == "abort" else records.reset(args.name)
+    done = "aborted" if args.verb == "abort" else "reset"
+    Console(stderr=True, highlight=False).print(f"{record.canary} {record.fingerprint[:12]}: {done}")
 
 
 def _show(records: list[CanaryRecord], *, as_json: bool) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mmserve.config import Config, ConfigError, Flag, StorageConfig, flags, from_mapping
+from mmserve.config import Config, ConfigError, Flag, flags, from_mapping
 
 _GROUPS = {
     "model": "model and devices", "scheduler": "scheduling and KV cache", "encoder": "encoders", "storage": "what is kept on disk",
@@ -50,13 +50,6 @@ def read_toml(path: Path) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}", param="config") from None
     return {key.replace("_", "-"): value for key, value in values.items()}
-
-
-def data_storage(data_dir: Path | None, config: Path | None) -> StorageConfig:
-    """Where a server keeps its data, for those who look after them: the folder that is named, or the one that its file names."""
-    if data_dir is None and config is not None and (named := read_toml(config).get("data-dir")) is not None:
-        data_dir = Path(named)
-    return StorageConfig(data_dir=data_dir)
 
 
 def _add_flag(group: argparse._ArgumentGroup, flag: Flag) -> None:

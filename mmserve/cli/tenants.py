@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sqlite3
 import sys
 import time
 from collections.abc import Callable
@@ -14,8 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from mmserve.cli.settings import data_storage
-from mmserve.config import ConfigError
+from mmserve.cli.data_dir import add_data_dir, with_ledger
 from mmserve.quota import Quota
 from mmserve.tenants import TIERS, Tenant, TenantRecords
 
@@ -32,8 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for name, purpose in _PURPOSES.items():
         verb = verbs.add_parser(name, help=purpose, description=purpose)
-        verb.add_argument("--data-dir", type=Path, metavar="DIR", help="the server's; ~/.cache/mmserve by default")
-        verb.add_argument("--config", type=Path, metavar="FILE", help="the server's TOML file, for its data-dir")
+        add_data_dir(verb)
         if name == "list":
             verb.add_argument("--json", action="store_true", help="for programs")
             continue
@@ -52,18 +49,12 @@ def _add_limits(verb: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 0, 2 for what can't be done, 1 if the records can't be read or written just now."""
-    console = Console(stderr=True, highlight=False)
-    try:
-        with TenantRecords(data_storage(args.data_dir, args.config).ledger) as records:
-            _VERBS[args.verb](records, args, console)
-    except ConfigError as error:
-        console.print(f"[bold red]mmserve:[/] {error.message}", soft_wrap=True)
-        return 2
-    except sqlite3.DatabaseError as error:
-        console.print(f"[bold red]mmserve:[/] the tenants' records can't be read or written: {error}", soft_wrap=True)
-        return 1
-    return 0
+    return with_ledger(args, "the tenants' records", lambda path: _do(path, args))
+
+
+def _do(path: Path, args: argparse.Namespace) -> None:
+    with TenantRecords(path) as records:
+        _VERBS[args.verb](records, args, Console(stderr=True, highlight=False))
 
 
 def _add(records: TenantRecords, args: argparse.Namespace, console: Console) -> None:

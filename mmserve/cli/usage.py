@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import json
 import re
-import sqlite3
 import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
@@ -16,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from mmserve.cli.settings import data_storage
+from mmserve.cli.data_dir import add_data_dir, with_ledger
 from mmserve.config import ConfigError
 from mmserve.ledger_tables import open_ledger
 from mmserve.usage import ENCODE_LIMIT, Sum, Used, read_usage, summed
@@ -31,32 +30,24 @@ _BY: Mapping[str, Callable[[Used], str]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data-dir", type=Path, metavar="DIR", help="the server's; ~/.cache/mmserve by default")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="the server's TOML file, for its data-dir")
+    add_data_dir(parser)
     parser.add_argument("--since", default="30d", metavar="WHEN", help="24h, 7d, 4w, or a day such as 2026-11-30 (UTC); 30d by default")
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 0, 2 for what can't be done, 1 if the ledger can't be read just now."""
-    console = Console(stderr=True, highlight=False)
-    try:
-        used = _read(data_storage(args.data_dir, args.config).ledger, since(args.since, time.time()))
-    except ConfigError as error:
-        console.print(f"[bold red]mmserve:[/] {error.message}", soft_wrap=True)
-        return 2
-    except sqlite3.DatabaseError as error:
-        console.print(f"[bold red]mmserve:[/] the ledger can't be read: {error}", soft_wrap=True)
-        return 1
+    return with_ledger(args, "the ledger", lambda path: _tell(_read(path, since(args.since, time.time())), as_json=args.json))
+
+
+def _tell(used: list[Used], *, as_json: bool) -> None:
     report = {name: summed(used, key) for name, key in _BY.items()}
     text = report["modality"].get("text")
-    if args.json:
+    if as_json:
         print(json.dumps({name: {key: _fields(each, text) for key, each in sums.items()} for name, sums in report.items()}, indent=2))
     elif not used:
         Console(highlight=False).print("no requests")
     else:
         _show(report, text)
-    return 0
 
 
 def since(text: str, now_s: float) -> float:
