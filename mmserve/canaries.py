@@ -10,6 +10,7 @@ import asyncio
 import logging
 import random
 import sqlite3
+import threading
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -26,7 +27,7 @@ from mmserve.config import CanaryConfig, Config, ConfigError, chosen_device
 from mmserve.decoder_group import DecoderGroup
 from mmserve.decoder_groups import DecoderGroups
 from mmserve.encoder_lanes import EncoderLane
-from mmserve.errors import MmserveError
+from mmserve.errors import MmserveError, Overloaded
 from mmserve.grounding.refusals import declines
 from mmserve.grounding.verdict import Report
 from mmserve.ledger import CanaryDecision, CanaryOutcome, Feedback, Ledger
@@ -125,6 +126,7 @@ class Canaries:
         self._reasked = Reasked()
         self._rateable: OrderedDict[str, tuple[str, Arm]] = OrderedDict()  # request id -> tenant and arm, oldest first
         self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = threading.Event()
         self._shadows = Shadows(host.is_idle, host.submit, self._note_shadow, metrics)
         self._returning: set[str] = set()  # request ids
 
@@ -134,6 +136,7 @@ class Canaries:
             self._start(self._run(trial), f"canary-{trial.name}")
 
     async def close(self) -> None:
+        self._closing.set()
         await self._shadows.close()
         for task in self._tasks:
             task.cancel()
@@ -288,10 +291,15 @@ class Canaries:
 
     def _remember(self, trial: Trial) -> CanaryRecord:
         """What happened to these weights before.  In a thread: it reads them all.  Raises ConfigError, sqlite3.DatabaseError."""
-        trial.fingerprint = trial.canary.fingerprint()
+        trial.fingerprint = trial.canary.fingerprint(self._check_open)
         if not self._ledger.flush():
             raise ConfigError("the database can't be written")  # the last decisions may lie in the spool
         return self._read(trial)
+
+    def _check_open(self) -> None:
+        """A thread that reads gigabytes must not keep the process from its end."""
+        if self._closing.is_set():
+            raise Overloaded("the server is shutting down", code="shutting_down")
 
     def _read(self, trial: Trial) -> CanaryRecord:
         with CanaryRecords(self._ledger.path) as records:

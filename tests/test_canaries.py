@@ -397,11 +397,29 @@ def test_the_fingerprint_follows_the_weights_and_not_the_files(model: Path, copy
     stable = load_composition(model)
 
     def fingerprint(directory: Path) -> str:
-        return read_canary("small", directory, stable).fingerprint()
+        return read_canary("small", directory, stable).fingerprint(lambda: None)
 
     assert fingerprint(copy) == fingerprint(model)
     assert len({fingerprint(directory) for directory in (model, other, adapter)}) == 3
     assert read_canary("small", adapter, stable).own_kinds == {MediaKind.IMAGE}
+
+
+def test_a_fingerprint_is_given_up_when_the_server_ends(model: Path) -> None:
+    """It reads all weights, in a thread that nobody can cancel: a server that was stopped just after its start waited for that."""
+    num_asked = 0
+
+    def between() -> None:
+        nonlocal num_asked
+        num_asked += 1
+        raise ShuttingDown
+
+    with pytest.raises(ShuttingDown):
+        read_canary("small", model, load_composition(model)).fingerprint(between)
+    assert num_asked == 1
+
+
+class ShuttingDown(Exception):
+    """Said between two pieces."""
 
 
 # --- what is left ------------------------------------------------------------------------------------------------------------

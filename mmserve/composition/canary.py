@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -34,11 +34,14 @@ class Canary:
     def decoder(self) -> DecoderSpec:
         return self.composition.decoders[self.name]
 
-    def fingerprint(self) -> str:
-        """Hex SHA-256 of whatever shapes its answers: weights of the decoder and of the encoders.  Slow: reads all of them."""
+    def fingerprint(self, between: Callable[[], None]) -> str:
+        """Hex SHA-256 of whatever shapes its answers: weights of the decoder and of the encoders.  Slow: reads all of them.
+
+        `between` pieces it may be ended, by raising.
+        """
         encoders = [encoder.version(self.name) for _, encoder in _encoders(self.composition)]
         config = json.dumps([dict(self.decoder.config), self.decoder.eos_token_ids], sort_keys=True, default=str).encode()
-        return hashlib.sha256(b"".join([self.decoder.weights.digest(), hashlib.sha256(config).digest(), *encoders])).hexdigest()
+        return hashlib.sha256(b"".join([self.decoder.weights.digest(between), hashlib.sha256(config).digest(), *encoders])).hexdigest()
 
 
 def read_canary(base: str, directory: Path, stable: Composition, *, chat_template: Path | None = None) -> Canary:

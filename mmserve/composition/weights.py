@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -75,14 +75,18 @@ class Weights:
                 found[own] = header
         return found
 
-    def digest(self) -> bytes:
-        """SHA-256 of names, types, shapes and bytes.  Reads the part's own bytes and no other."""
+    def digest(self, between: Callable[[], None] = lambda: None) -> bytes:
+        """SHA-256 of names, types, shapes and bytes.  Reads the part's own bytes and no other.
+
+        `between` pieces it may be ended, by raising.
+        """
         digest = hashlib.sha256()
         for name, header in sorted(self.headers().items()):
             digest.update(f"{name}\0{header.dtype}\0{header.shape}\0".encode())
             with header.file.open("rb") as file:
                 file.seek(header.start)
                 for start in range(header.start, header.stop, _READ_BYTES):
+                    between()
                     digest.update(file.read(min(_READ_BYTES, header.stop - start)))
         return digest.digest()
 
