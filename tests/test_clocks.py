@@ -24,6 +24,7 @@ from scripts.loopback import scrape, text_part, user
 
 # Where the wall clock may be read: to write down when something was, or to start a clock of our own.
 MAY_ASK_THE_TIME = {
+    "canary_records",  # when an operator decided
     "chat_template",  # a template may tell the model what day it is
     "clock",
     "encoders.disk_tier",  # names, and what diskcache keeps for itself

@@ -51,7 +51,7 @@ def run(directory: Path, data_dir: Path, device: str, blend: Blend) -> dict[str,
     with Engine(config) as engine, ThreadPoolExecutor(blend.num_clients) as clients:
         start_s = time.perf_counter() - started
         started = time.perf_counter()
-        timed = list(clients.map(lambda prompt: _ask(engine, *prompt, blend), prompts))
+        timed = list(clients.map(lambda prompt: _ask(engine, prompt[0], prompt[1], blend), prompts))
         total_s = time.perf_counter() - started
     return {
         "start_s": start_s,

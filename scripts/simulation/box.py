@@ -347,7 +347,10 @@ class Box:
         clients = [CardEncoder(kind, self.card, turn) for turn in turns]
         composition, dtype = self._composition, ROWS_DTYPE
         encoder = LocalEncoder(kind, clients, self._decode, self.cache, self.metrics, composition=composition, rows_dtype=dtype)
-        return EncoderPool(kind, encoder, self.cache, self.metrics, composition=composition, rows_dtype=dtype)
+        return EncoderPool(
+            kind, encoder, self.cache, self.metrics,
+            composition=composition, rows_dtype=dtype, name=kind.value, on_lost=_nobody_dies,
+        )  # fmt: skip
 
     def _check(self) -> None:
         """Nothing is held by anybody."""
@@ -356,6 +359,10 @@ class Box:
         for replica in self.replicas:
             replica.scheduler.check()
             assert replica.kv.usage == 0
+
+
+def _nobody_dies(content: bytes) -> None:
+    raise AssertionError(f"an item was lost with its worker: {content.hex()}")
 
 
 def _items(request: Request) -> list[MediaItem]:
