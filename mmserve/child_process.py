@@ -14,7 +14,9 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 
 _PR_SET_PDEATHSIG = 1
@@ -32,7 +34,7 @@ def start_child(target: str, args: tuple[object, ...], name: str, *, is_large: b
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=_enter, args=(os.getpid(), target, theirs, args), name=name, daemon=True)
     try:
-        with _hidden_main(), _malloc_tuned(is_large):
+        with _hidden_main(), _malloc_tuned(is_large), _sigterm_blocked():
             process.start()
     except BaseException:
         ours.close()
@@ -54,8 +56,33 @@ def _enter(parent_pid: int, target: str, end: socket.socket, args: tuple[object,
     if os.getppid() != parent_pid:  # the parent died before the line above
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is main's to handle
+    threading.Thread(target=_wait_for_sigterm_of, args=(parent_pid,), name="sigterm", daemon=True).start()
     module, _, function = target.partition(":")
     getattr(importlib.import_module(module), function)(end, *args)
+
+
+def _wait_for_sigterm_of(parent_pid: int) -> None:
+    """A SIGTERM to the whole group (systemd sends it so) is main's to handle: it lets requests finish, then says Shutdown.
+
+    One from main itself is multiprocessing's, at the exit of an interpreter that closed nothing: it would wait for us for ever.
+    """
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent_pid:
+        pass
+    os._exit(0)
+
+
+@contextlib.contextmanager
+def _sigterm_blocked() -> Iterator[None]:
+    """For children that are started inside: a program inherits what its parent's thread blocks.
+
+    When the child runs its first line of ours it is too late: numpy, which its arguments need, may have started threads.
+    """
+    resource_tracker.ensure_running()  # it unblocks the signal, if it has to be started first
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -64,6 +65,24 @@ async def test_sigterm_lets_32_streams_finish_while_newcomers_are_sent_elsewhere
             answers = await rest_of(streams)
         assert [answer[-1] for answer in answers] == ["[DONE]"] * NUM_STREAMS
         assert [answer[-2]["choices"][0]["finish_reason"] for answer in answers] == ["length"] * NUM_STREAMS
+        assert await ended(server.process) == 0
+        assert (await gone(family, timeout_s=30))[0] == set()
+
+
+async def test_a_sigterm_to_the_whole_group_ends_no_worker_while_somebody_is_inside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """systemd sends it to every process of a service.  A thread of OpenBLAS, started before a worker's first line, had not blocked it."""
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "2")
+    async with running(tmp_path, "--device", "sim:a100") as server:
+        family = {child.pid for child in children(server.process.pid)}
+        async with streaming(server, 250) as streams:
+            for pid in (*family, server.process.pid):
+                os.kill(pid, signal.SIGTERM)
+            await asyncio.sleep(1.0)
+            assert {child.pid for child in children(server.process.pid)} == family
+            answers = await rest_of(streams)
+        assert [answer[-1] for answer in answers] == ["[DONE]"] * NUM_STREAMS
         assert await ended(server.process) == 0
         assert (await gone(family, timeout_s=30))[0] == set()
 

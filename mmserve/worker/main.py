@@ -8,10 +8,8 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
-import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -64,30 +62,12 @@ def live(end: socket.socket, start: Callable[[], tuple[object, Callable[[Any], o
     serve(WorkerChannel(end), ready, answer)
 
 
-def _heed_only_the_parents_sigterm() -> None:
-    """A SIGTERM to the whole group (systemd sends it so) is main's to handle: it lets requests finish, then says Shutdown.
-
-    One from main itself is multiprocessing's, at the exit of an interpreter that closed nothing: it would wait for us for ever.
-    """
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # threads started from here on inherit it
-    parent = os.getppid()
-
-    def watch() -> None:
-        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
-            pass
-        os._exit(0)
-
-    threading.Thread(target=watch, name="sigterm", daemon=True).start()
-
-
 def prepare_process(name: str, num_threads: int) -> None:
-    """Environment and signals.  Must come before torch is imported."""
+    """Environment and logs.  Must come before torch is imported."""
     # Waiting OpenMP threads that spin take the cores from those that compute.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_threads)))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a worker opens no connection
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _heed_only_the_parents_sigterm()
     faulthandler.enable()  # a crash in native code says where
     logging.basicConfig(format=f"%(asctime)s %(levelname)s worker={name} %(message)s", level=logging.WARNING)
     if not sys.stderr.isatty():  # whoever sits at a terminal has a bar instead
