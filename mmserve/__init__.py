@@ -3,7 +3,7 @@
 Five floors; imports go down only.
 
     doors        __main__  cli/  gateway/  bench/  evals/
-    engine       engine  sync_engine  active_request  costs  request_records  decoder_groups  decoder_group
+    engine       engine  sync_engine  active_request  background  costs  request_records  decoder_groups  decoder_group
                  decoder_specs  replica_set  replica  supervisor
                  media_service  media_room  encoder_lanes  supervised_encoder  tokenizer  chat_template  token_fuser  prompt_maker
                  modality_router  model_router  request_router  route_classifier  escalation  doubt  token_stream  readiness  quarantine

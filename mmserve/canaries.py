@@ -12,13 +12,13 @@ import random
 import sqlite3
 import threading
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 from mmserve.active_request import ActiveRequest
+from mmserve.background import BackgroundTasks
 from mmserve.canary import Arm, Breach, Comparison, Metric, Reasked, conversation, slice_of, takes
 from mmserve.canary_records import BREACHED, PASSED, ROLLED_BACK, STARTED, CanaryRecord, CanaryRecords
 from mmserve.canary_shadows import SHADOW, Shadows
@@ -125,7 +125,7 @@ class Canaries:
         self._lot = random.Random(0)
         self._reasked = Reasked()
         self._rateable: OrderedDict[str, tuple[str, Arm]] = OrderedDict()  # request id -> tenant and arm, oldest first
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
         self._closing = threading.Event()
         self._shadows = Shadows(host.is_idle, host.submit, self._note_shadow, metrics)
         self._returning: set[str] = set()  # request ids
@@ -133,14 +133,12 @@ class Canaries:
     def start(self) -> None:
         """When all else is ready.  Returns at once: whether a canary comes up is nobody's business but its own."""
         for trial in self._trials.values():
-            self._start(self._run(trial), f"canary-{trial.name}")
+            self._tasks.start(self._run(trial), f"canary-{trial.name}")
 
     async def close(self) -> None:
         self._closing.set()
         await self._shadows.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
 
     @property
     def names(self) -> Sequence[str]:
@@ -347,7 +345,7 @@ class Canaries:
         active.arm = None  # whatever comes is not the canary's doing alone
         self._returning.add(active.generation.request_id)
         self._metrics.canary_returns.labels(trial.name).inc()
-        self._start(self._go_back(active, trial), f"return-{active.generation.request_id}")
+        self._tasks.start(self._go_back(active, trial), f"return-{active.generation.request_id}")
 
     async def _go_back(self, active: ActiveRequest, trial: Trial) -> None:
         error: MmserveError | None = None
@@ -414,14 +412,3 @@ class Canaries:
             row = replace(row, slice=breach.slice_name, metric=breach.metric.value, canary_hits=ours.hits, canary_trials=ours.trials)
             row = replace(row, stable_hits=others.hits, stable_trials=others.trials)
         self._ledger.record_canary(row)
-
-    def _start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("%s failed", task.get_name(), exc_info=error)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from mmserve.active_request import ActiveRequest
+from mmserve.background import BackgroundTasks
 from mmserve.canary import Arm
 from mmserve.errors import MmserveError
 from mmserve.metrics import Metrics
@@ -38,7 +38,7 @@ class Shadows:
         self._submit = submit
         self._note = note
         self._outcomes = metrics.canary_shadows
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -55,17 +55,13 @@ class Shadows:
         )  # fmt: skip
         is_comparable = sampling.temperature == 0 and active.generated_tokens <= SHORT_ANSWER * sampling.n
         work = self._run(request, replace(arm, is_canary=True), texts if is_comparable else None)
-        task = asyncio.create_task(work, name=f"shadow-{active.generation.request_id}")
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        self._tasks.start(work, f"shadow-{active.generation.request_id}")
 
     def cancel(self) -> None:
-        for task in self._tasks:
-            task.cancel()
+        self._tasks.cancel()
 
     async def close(self) -> None:
-        self.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
 
     async def _run(self, request: ChatRequest, arm: Arm, texts: Sequence[str] | None) -> None:
         try:
@@ -89,8 +85,3 @@ class Shadows:
         is_equal = [text.split() for text in texts] == [text.split() for text in said]
         self._outcomes.labels(arm.canary, "equal" if is_equal else "different").inc()
         self._note(arm, is_equal)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("%s failed", task.get_name(), exc_info=error)

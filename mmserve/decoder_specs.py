@@ -22,7 +22,7 @@ def replica_specs(
     num_threads: int,
     max_model_len: int,
     tokenizer: Tokenizer,
-    base: str | None = None,
+    base: str | None,
 ) -> tuple[tuple[DecoderWorkerSpec, ...], ...]:
     """Of the decoder `name`; a canary's `base` is the decoder that it stands beside.  Raises ConfigError."""
     model, scheduler, decoder = config.model, config.scheduler, composition.decoders[name]

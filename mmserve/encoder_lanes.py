@@ -63,22 +63,17 @@ class EncoderLanes:
         """All of this kind, their pools closed by `stack`.  Workers may still be loading.  Raises ConfigError."""
         hosted = hosted_config(self.config, kind)
         if hosted is None:
-            lanes = [await self._open_local(kind.value, kind, composition, devices, stack)]
+            lanes = [await self.open_local(kind.value, kind, composition, devices, stack)]
         else:
             lanes = [await self._open_hosted(kind, composition.hosted(kind, hosted.version), hosted, stack)]
         if (fallback := composition.fallback(kind)) is not None:
-            lanes.append(await self._open_local(f"{kind.value}-fallback", kind, fallback, devices, stack))
+            lanes.append(await self.open_local(f"{kind.value}-fallback", kind, fallback, devices, stack))
         return tuple(lanes)
 
-    async def open_beside(
+    async def open_local(
         self, name: str, kind: MediaKind, composition: Composition, devices: tuple[str, ...], stack: AsyncExitStack
     ) -> EncoderLane:
-        """One more encoder of a kind, for a decoder that has its own; `name` tells it from the others."""
-        return await self._open_local(name, kind, composition, devices, stack)
-
-    async def _open_local(
-        self, name: str, kind: MediaKind, composition: Composition, devices: tuple[str, ...], stack: AsyncExitStack
-    ) -> EncoderLane:
+        """One encoder of a kind, in workers of ours; `name` tells it from the others."""
         specs = composition.encoders(kind)
         clients = [SupervisedEncoder() for _ in devices]
         encoder = LocalEncoder(

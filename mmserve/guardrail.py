@@ -11,15 +11,14 @@ import logging
 import random
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 
 from mmserve.active_request import ActiveRequest
 from mmserve.answer_quality import AnswerQuality
+from mmserve.background import BackgroundTasks
 from mmserve.composition import BadModel, Composition, GuardrailSpec, read_guardrail
 from mmserve.config import Config, ConfigError, GuardrailConfig, is_simulated
 from mmserve.encoders.to_the_end import to_the_end
@@ -94,8 +93,8 @@ class Guardrail:
         quality: AnswerQuality,
         metrics: Metrics,
         *,
-        bases: Mapping[str, str] = MappingProxyType({}),
-        on_report: Callable[[ActiveRequest, Report], None] = lambda active, report: None,
+        bases: Mapping[str, str],
+        on_report: Callable[[ActiveRequest, Report], None],
     ) -> None:
         if config.guardrail != "off" and not judges:
             raise ConfigError("this model has nothing to tell what is in a picture; --guardrail-table names it", param="guardrail")
@@ -111,7 +110,7 @@ class Guardrail:
         self._on_report = on_report
         self._lot = random.Random(0)
         self._seen: OrderedDict[bytes, np.ndarray] = OrderedDict()  # window key -> scores, least recently used first
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
         self._num_samples = 0
 
     def resolve(self, request: ChatRequest) -> ChatRequest:
@@ -130,7 +129,7 @@ class Guardrail:
             active.generation.grounding = Report(mode)
             return active.generation
         stream = _GuardedStream(active, mode, self, admit)
-        task = self._start(stream.run(), f"guard-{active.generation.request_id}")
+        task = self._tasks.start(stream.run(), f"guard-{active.generation.request_id}")
 
         def leave() -> None:
             task.cancel()
@@ -156,15 +155,11 @@ class Guardrail:
             self._metrics.grounding_samples_left_out.labels("no_rows").inc()
         else:
             self._num_samples += 1
-            self._start(self._look_at_sample(active, pinned), f"sample-{active.generation.request_id}")
+            self._tasks.start(self._look_at_sample(active, pinned), f"sample-{active.generation.request_id}")
 
     async def close(self) -> None:
         """When all requests have ended.  What is left has nothing to wait for but threads, or an encoder that is down."""
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=CLOSE_S)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close(CLOSE_S)
 
     async def judge(self, active: ActiveRequest, texts: Sequence[str]) -> tuple[Verdict, ...] | None:
         """On each of the texts; None when the pictures can't be looked at.  `active` may have ended."""
@@ -252,17 +247,6 @@ class Guardrail:
         if len(self._seen) > MAX_SEEN:
             self._seen.popitem(last=False)
         return scores
-
-    def _start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("%s failed", task.get_name(), exc_info=error)
 
 
 class _GuardedStream:

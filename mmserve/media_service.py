@@ -54,10 +54,10 @@ class MediaService:
         rows_dtype: str,
         on_restart: Callable[[str], None],
         on_cache_event: Callable[[CacheEvent], None],
-        canaries: Mapping[str, Canary] | None = None,
+        canaries: Mapping[str, Canary],  # by name
     ) -> None:
         self._config = config
-        self._canaries = canaries or {}  # by name
+        self._canaries = canaries
         self._stable = composition
         self._composition = beside(composition, self._canaries)
         self._buffer = buffer
@@ -127,7 +127,7 @@ class MediaService:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(lambda: close_all(supervisors))
             for kind in canary.own_kinds:
-                lane = await opener.open_beside(f"{kind.value}-{canary.name}", kind, canary.composition, device, stack)
+                lane = await opener.open_local(f"{kind.value}-{canary.name}", kind, canary.composition, device, stack)
                 self._own_lanes[canary.name, kind] = (lane,)
                 stack.callback(self._own_lanes.pop, (canary.name, kind))
             await asyncio.gather(*(supervisor.first_ready() for supervisor in supervisors))

@@ -47,7 +47,7 @@ def choose_model(
     classifier: RouteClassifier | None,
     tier: str,
     waiting: Mapping[str, int],
-    canaries: Collection[str] = (),
+    canaries: Collection[str],
 ) -> ModelChoice:
     """The client's hint wins.  `auto` (or the served name) takes the large one for what is worth it, unless its queue is long.
 

@@ -31,7 +31,7 @@ class RequestRouter:
         available: Collection[str],
         capable: Collection[str],
         waiting: Mapping[str, int],
-        canaries: Collection[str] = (),
+        canaries: Collection[str],
     ) -> ModelChoice:
         """Raises ModelNotFound."""
         return choose_model(

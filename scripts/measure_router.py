@@ -107,7 +107,15 @@ def decision_us(outcomes: Sequence[Outcome], classifier: RouteClassifier) -> dic
     for each in asked * max(1, 5000 // len(asked)):
         began = time.perf_counter()
         choose_model(
-            "auto", served_name="", available=BOTH, capable=BOTH, asked=each, classifier=classifier, tier="standard", waiting=waiting
+            "auto",
+            served_name="",
+            available=BOTH,
+            capable=BOTH,
+            asked=each,
+            classifier=classifier,
+            tier="standard",
+            waiting=waiting,
+            canaries=(),
         )
         times.append(1e6 * (time.perf_counter() - began))
     return {f"p{share}": round(float(np.percentile(times, share)), 1) for share in (50, 99)}

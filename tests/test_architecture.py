@@ -20,7 +20,7 @@ VOCABULARY = {
     "roofline",
 }  # fmt: skip
 ENGINE = {
-    "engine", "sync_engine", "active_request", "costs", "request_records", "decoder_group", "decoder_groups", "decoder_specs",
+    "engine", "sync_engine", "active_request", "background", "costs", "request_records", "decoder_group", "decoder_groups", "decoder_specs",
     "replica_set", "replica", "supervisor", "media_service", "media_room", "encoder_lanes", "supervised_encoder", "tokenizer",
     "chat_template", "token_fuser", "prompt_maker", "modality_router", "model_router", "request_router", "route_classifier",
     "escalation", "doubt", "loop_lag", "token_stream", "readiness", "quarantine",

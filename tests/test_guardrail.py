@@ -398,7 +398,9 @@ async def test_a_mode_that_nobody_knows_is_a_400_that_names_the_field(house: Hou
 async def test_a_model_that_brings_no_detector_refuses_what_needs_one(house: House) -> None:
     def guardrail(**settings: Any) -> Guardrail:
         engine = house.engine
-        return Guardrail(GuardrailConfig(**settings), {}, engine._media, engine.tokenizers, engine._quality, Metrics())
+        return Guardrail(
+            GuardrailConfig(**settings), {}, engine._media, engine.tokenizers, engine._quality, Metrics(), bases={}, on_report=pytest.fail
+        )
 
     blind, request = guardrail(), image_request("cat.jpg", "What is it?")
     assert blind.resolve(request).guardrail == "off"

@@ -40,7 +40,14 @@ SHY = RouteClassifier({"bias": -6.0, str(crc32(b"compare") % NUM_BUCKETS): 20.0}
 
 def choose(wanted, *, text="a question", num_characters=10, num_images=0, num_clips=0, **facts):
     asked = Asked(text, num_characters, num_images, num_clips)
-    usual = {"available": ("small", "large"), "capable": ("small", "large"), "classifier": None, "tier": "standard", "waiting": {}}
+    usual = {
+        "available": ("small", "large"),
+        "capable": ("small", "large"),
+        "classifier": None,
+        "tier": "standard",
+        "waiting": {},
+        "canaries": (),
+    }
     return choose_model(wanted, served_name="tiny", asked=asked, **usual | facts)
 
 

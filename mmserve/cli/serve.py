@@ -89,8 +89,10 @@ async def serve(engine: EngineFace, config: Config, console: Console) -> int:
         _log.info("url=%s ready start_s=%.1f", gateway.url, time.monotonic() - began_s)
         console.print(banner(gateway.url, engine.composition, config, needs_key=needs_key(config.server, engine.tenants)))
         trimming = asyncio.create_task(_trim_memory(), name="trim-memory")
-        received = await signals.first()
-        trimming.cancel()
+        try:
+            received = await signals.first()
+        finally:
+            trimming.cancel()
         _log.info("signal=%s draining timeout_s=%g", received.name, config.server.shutdown_timeout)
         await gateway.drain(linger_s=LINGER_S if received is signal.SIGTERM else 0.0)
         return 0

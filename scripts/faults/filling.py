@@ -18,9 +18,9 @@ NUM_AT_ONCE = 4
 CLIP_S = 0.1
 
 
-async def fill(client: StrictClient, seed: int, count: int = NUM_REQUESTS) -> None:
-    """Ask for one token about each of `count` new clips.  Raises RuntimeError at the first that isn't answered."""
-    questions = itertools.islice(_questions(seed), count)
+async def fill(client: StrictClient, seed: int) -> None:
+    """Ask for one token about each of NUM_REQUESTS new clips.  Raises RuntimeError at the first that isn't answered."""
+    questions = itertools.islice(_questions(seed), NUM_REQUESTS)
 
     async def ask() -> None:
         for body in questions:
